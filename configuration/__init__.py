@@ -1,0 +1,1 @@
+"""Named configurations of EG-MLA models, recipes, and the small trained model; read through importlib.resources."""

@@ -1,0 +1,357 @@
+"""
+Caches of EG-MLA models: latents and rotated keys for each layer group, token ids once.
+
+For every token and layer group a cache holds the latent after its RMSNorm and the rotated key that all heads share, as
+two single-head tensors; for every token, once for all layers, its id, from which the gates are looked up. Up-projected
+keys and values and gates are never kept.
+
+Shapes: B batch, T cached length, C `kv_lora_rank`, R `qk_rope_head_dim`.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
+
+from .configuration_egmla import EGMLAConfig
+
+
+BLOCK_SIZE = 256  # tokens by which a dynamic cache grows
+
+
+@dataclass(frozen=True)
+class CacheMemory:
+    """
+    Bytes that a cache holds.
+
+    Attributes:
+        latents: filled latents and rotated keys; B x T x `config.cache_elements_per_token` x bytes an element.
+        token_ids: filled ids; B x T x 4.
+        slack: allocated ahead and not filled yet.
+    """
+
+    latents: int
+    token_ids: int
+    slack: int
+
+    @property
+    def total(self) -> int:
+        return self.latents + self.token_ids + self.slack
+
+
+class GrowingTensor:
+    """
+    A tensor that grows along one axis by whole blocks, so that appending one token does not copy the history.
+
+    Args:
+        filled: first content; it becomes the buffer as it is, without slack.
+        dim: axis that grows, counted from the end (negative).
+    """
+
+    def __init__(self, filled: torch.Tensor, dim: int):
+        self.buffer = filled
+        self.dim = dim
+        self.length = filled.shape[dim]
+
+    @property
+    def filled(self) -> torch.Tensor:
+        """View of what has been written."""
+        return self.buffer.narrow(self.dim, 0, self.length)
+
+    def append(self, new: torch.Tensor) -> torch.Tensor:
+        """Writes `new` behind what is filled, and returns the view of all of it."""
+        if new.requires_grad or self.buffer.requires_grad or new.dtype != self.buffer.dtype:
+            # A buffer that autograd has saved must not change; another dtype promotes, as concatenation does.
+            self.buffer = torch.cat([self.filled, new], dim=self.dim)
+            self.length = self.buffer.shape[self.dim]
+            return self.buffer
+        length = self.length + new.shape[self.dim]
+        # Tensors made under inference_mode cannot be written to outside of it.
+        frozen = self.buffer.is_inference() and not torch.is_inference_mode_enabled()
+        if frozen or length > self.buffer.shape[self.dim]:
+            shape = list(new.shape)
+            shape[self.dim] = -(-length // BLOCK_SIZE) * BLOCK_SIZE
+            grown = new.new_empty(shape)
+            grown.narrow(self.dim, 0, self.length).copy_(self.filled)
+            self.buffer = grown
+        expected = list(self.buffer.shape)
+        expected[self.dim] = new.shape[self.dim]
+        if list(new.shape) != expected:
+            raise ValueError(
+                f"The cache holds a tensor of shape {tuple(self.filled.shape)}, to which {tuple(new.shape)} cannot be "
+                "appended: the batch size or the model changed. Use a new cache, or reorder this one first."
+            )
+        self.buffer.narrow(self.dim, self.length, new.shape[self.dim]).copy_(new)
+        self.length = length
+        return self.filled
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forgets the last `tokens_to_remove` tokens; the buffer stays."""
+        self.length = max(self.length - tokens_to_remove, 0)
+
+
+class _HoldsTokenIds:
+    """What a layer adds so that every operation moves `token_ids` [B, T] together with latents and rotated keys."""
+
+    token_ids: torch.Tensor | None
+
+    def _change_token_ids(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        if self.token_ids is not None:
+            self.token_ids = change(self.token_ids)
+
+    def offload(self) -> None:
+        super().offload()
+        self._change_token_ids(lambda ids: ids.to("cpu", non_blocking=True))
+
+    def prefetch(self) -> None:
+        super().prefetch()
+        if self.is_initialized:
+            self._change_token_ids(lambda ids: ids.to(self.device, non_blocking=True))
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        super().reorder_cache(beam_idx)
+        self._change_token_ids(lambda ids: ids.index_select(0, beam_idx.to(ids.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        super().batch_repeat_interleave(repeats)
+        self._change_token_ids(lambda ids: ids.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        super().batch_select_indices(indices)
+        self._change_token_ids(lambda ids: ids[indices])
+
+
+class EGMLALayer(_HoldsTokenIds, DynamicLayer):
+    """
+    Cache of one layer group that grows with the sequence. `keys` are the latents [B, 1, T, C], `values` the rotated
+    keys [B, 1, T, R], the places where the library's own MLA keeps them.
+
+    Args:
+        holds_token_ids (`bool`): Whether this layer, the first of its cache, also holds the ids that all layers use.
+    """
+
+    def __init__(self, holds_token_ids: bool = False):
+        self.streams: dict[str, GrowingTensor] = {}
+        self.holds_token_ids = holds_token_ids
+        super().__init__()
+
+    # Operations of the base class read and assign these attributes; through them they reach the growing buffers.
+    def _stream(name: str, dim: int) -> property:
+        def get(self) -> torch.Tensor | None:
+            return self.streams[name].filled if name in self.streams else None
+
+        def put(self, tensor: torch.Tensor | None) -> None:
+            self.streams.pop(name, None)
+            if tensor is not None:
+                self.streams[name] = GrowingTensor(tensor, dim)
+
+        return property(get, put)
+
+    keys, values, token_ids = _stream("keys", -2), _stream("values", -2), _stream("token_ids", -1)
+    del _stream
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        self.device = key_states.device
+        self.keys, self.values = key_states[..., :0, :], value_states[..., :0, :]
+        if self.holds_token_ids:
+            self.token_ids = torch.empty((key_states.shape[0], 0), dtype=torch.int32, device=self.device)
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, token_ids: torch.Tensor, **kwargs
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """
+        Appends latents [B, 1, S, C], rotated keys [B, 1, S, R] and, in the first layer, ids [B, S].
+
+        Returns all latents and all rotated keys, [B, 1, T, C] and [B, 1, T, R].
+        """
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        if self.holds_token_ids:
+            self.streams["token_ids"].append(token_ids.to(self.token_ids.device, torch.int32))
+        return self.streams["keys"].append(key_states), self.streams["values"].append(value_states)
+
+    def get_seq_length(self) -> int:
+        return self.streams["keys"].length if self.is_initialized else 0
+
+    def reset(self) -> None:
+        super().reset()
+        self.token_ids = None
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Removes the last tokens; `tokens_to_remove` is negative, as everywhere in the library."""
+        if tokens_to_remove > 0:
+            raise ValueError(
+                f"`crop` takes the number of tokens to remove as a negative number, but {tokens_to_remove} was given: "
+                f"pass {-tokens_to_remove} to remove that many."
+            )
+        for stream in self.streams.values():
+            stream.crop(-tokens_to_remove)
+
+    @property
+    def allocated_bytes(self) -> int:
+        return sum(stream.buffer.nbytes for stream in self.streams.values())
+
+
+class _StaticBatch(StaticLayer):
+    """Adds to the library's static layer the two operations on the batch that only its dynamic layer has."""
+
+    def _change_batch(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        if self.is_initialized:
+            self.keys, self.values = change(self.keys), change(self.values)
+            self.batch_size = self.keys.shape[0]
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._change_batch(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        self._change_batch(lambda tensor: tensor[indices])
+
+
+class EGMLAStaticLayer(_HoldsTokenIds, _StaticBatch):
+    """
+    Cache of one layer group with room for `max_cache_len` tokens, for compilation. Streams as in [`EGMLALayer`], with
+    T the whole room; slots that are not filled hold zeros and are masked.
+    """
+
+    def __init__(self, max_cache_len: int, holds_token_ids: bool = False):
+        super().__init__(max_cache_len=max_cache_len)
+        self.holds_token_ids = holds_token_ids
+        self.token_ids = None
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        super().lazy_initialization(key_states, value_states)
+        if self.holds_token_ids:
+            self.token_ids = torch.zeros((self.batch_size, self.max_cache_len), dtype=torch.int32, device=self.device)
+            if not torch.compiler.is_compiling():
+                torch._dynamo.mark_static_address(self.token_ids)
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, token_ids: torch.Tensor, **kwargs
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As [`EGMLALayer.update`]; returns the whole room, [B, 1, max_cache_len, C] and [B, 1, max_cache_len, R]."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        if self.holds_token_ids:
+            cache_position = torch.arange(token_ids.shape[1], device=self.device) + self.cumulative_length
+            self.token_ids.index_copy_(1, cache_position, token_ids.to(self.device, torch.int32))
+        return super().update(key_states, value_states)
+
+    def reset(self) -> None:
+        super().reset()
+        if self.token_ids is not None:
+            self.token_ids.zero_()
+
+    @property
+    def allocated_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in (self.keys, self.values, self.token_ids) if tensor is not None)
+
+
+class _LatentCache(Cache):
+    """What both caches share: how they are read, rebuilt and counted."""
+
+    # How the model tells a cache of latents from one of expanded keys and values, also across copies of this file.
+    holds_latents = True
+
+    @property
+    def token_ids(self) -> torch.Tensor | None:
+        """Ids of the cached tokens, [B, T], int32; None before the first update."""
+        return self.layers[0].token_ids
+
+    @property
+    def latents(self) -> list[torch.Tensor | None]:
+        """Latents after their RMSNorm, one [B, 1, T, C] for each layer group."""
+        return [layer.keys for layer in self.layers]
+
+    @property
+    def rotated_keys(self) -> list[torch.Tensor | None]:
+        """Rotated keys that all heads share, one [B, 1, T, R] for each layer group."""
+        return [layer.values for layer in self.layers]
+
+    def fill(
+        self,
+        latents: Sequence[torch.Tensor],
+        rotated_keys: Sequence[torch.Tensor],
+        token_ids: torch.Tensor,
+    ) -> "_LatentCache":
+        """
+        Appends the three streams of another cache, as `latents`, `rotated_keys` and `token_ids` give them (of a static
+        cache, its filled part); an empty cache that is filled so continues as the other would.
+
+        Raises:
+            ValueError: the streams do not belong together.
+        """
+        if not len(latents) == len(rotated_keys) == len(self.layers):
+            raise ValueError(
+                f"This cache has {len(self.layers)} layer groups, but {len(latents)} latents and {len(rotated_keys)} "
+                "rotated keys were given."
+            )
+        sizes = {tuple(token_ids.shape)} | {(t.shape[0], t.shape[2]) for t in (*latents, *rotated_keys)}
+        if len(sizes) > 1:
+            raise ValueError(f"Latents, rotated keys and token ids must cover the same tokens, but cover {sizes}.")
+        for index, (latent, rotated_key) in enumerate(zip(latents, rotated_keys)):
+            self.update(latent, rotated_key, index, token_ids=token_ids)
+        return self
+
+    def memory(self) -> CacheMemory:
+        """Bytes held now: filled streams, filled ids, and what is allocated ahead."""
+        filled_latents = filled_ids = allocated = 0
+        for layer in self.layers:
+            if not layer.is_initialized:
+                continue
+            length = int(layer.get_seq_length())
+            filled_latents += layer.keys[:, :, :length].nbytes + layer.values[:, :, :length].nbytes
+            if layer.token_ids is not None:
+                filled_ids += layer.token_ids[:, :length].nbytes
+            allocated += layer.allocated_bytes
+        return CacheMemory(filled_latents, filled_ids, allocated - filled_latents - filled_ids)
+
+
+class EGMLACache(_LatentCache):
+    """
+    Cache of an EG-MLA model that grows with the sequence, by blocks of 256 tokens; what `generate()` uses by default.
+
+    Args:
+        config ([`EGMLAConfig`]): Configuration of the model.
+        offloading (`bool`, defaults to `False`): Keep layers on the host and fetch each ahead of use (needs CUDA).
+
+    ```python
+    >>> cache = EGMLACache(model.config)
+    >>> outputs = model(input_ids, cache=cache)
+    >>> cache.memory().latents  # bytes: batch x tokens x config.cache_elements_per_token x bytes an element
+    ```
+    """
+
+    def __init__(self, config: EGMLAConfig, offloading: bool = False):
+        layers = [EGMLALayer(holds_token_ids=index == 0) for index in range(config.num_layer_groups)]
+        super().__init__(layers=layers, offloading=offloading)
+
+
+class EGMLAStaticCache(_LatentCache):
+    """
+    Cache of an EG-MLA model with room for `max_cache_len` tokens that never moves, for compiled generation
+    (`generate(cache_implementation="static")` makes one).
+
+    Args:
+        config ([`EGMLAConfig`]): Configuration of the model.
+        max_cache_len (`int`): Tokens that the cache has room for.
+        offloading (`bool`, defaults to `False`): Keep layers on the host and fetch each ahead of use (needs CUDA).
+    """
+
+    def __init__(self, config: EGMLAConfig, max_cache_len: int, offloading: bool = False):
+        self._stream_widths = (config.kv_lora_rank, config.qk_rope_head_dim)
+        layers = [
+            EGMLAStaticLayer(max_cache_len, holds_token_ids=index == 0) for index in range(config.num_layer_groups)
+        ]
+        super().__init__(layers=layers, offloading=offloading)
+
+    def early_initialization(self, batch_size: int, dtype: torch.dtype, device: torch.device, **kwargs) -> None:
+        """Allocates all room now. The library's head counts and widths do not apply and are not read."""
+        for layer in self.layers:
+            if not layer.is_initialized:
+                streams = [torch.zeros((batch_size, 1, 0, w), dtype=dtype, device=device) for w in self._stream_widths]
+                layer.lazy_initialization(*streams)
+
+
+__all__ = ["CacheMemory", "EGMLACache", "EGMLAStaticCache"]

@@ -1,0 +1,672 @@
+"""
+EG-MLA models (Embedding-Gated Multi-head Latent Attention, arXiv:2509.16686).
+
+Norms, rotary embedding, MLP and eager attention are DeepSeek-V3's from the library; what differs is the attention: its
+up-projected keys and values meet a gate that is looked up by token id, and its cache keeps latents and ids.
+
+Shapes: B batch, S query length, T cached length with the new tokens, H heads, C `kv_lora_rank`, R `qk_rope_head_dim`,
+D = H * (`qk_nope_head_dim` + `v_head_dim`).
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import initialization as init
+from transformers.cache_utils import Cache, DynamicCache, StaticCache
+from transformers.generation import GenerationMixin
+from transformers.masking_utils import create_causal_mask
+from transformers.modeling_flash_attention_utils import FlashAttentionKwargs
+from transformers.modeling_layers import (
+    GenericForSequenceClassification,
+    GenericForTokenClassification,
+    GradientCheckpointingLayer,
+)
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel, slice_logits_to_keep
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
+    DeepseekV3MLP,
+    DeepseekV3RMSNorm,
+    DeepseekV3RotaryEmbedding,
+    eager_attention_forward,
+    rotate_half,
+    yarn_apply_mscale,
+)
+from transformers.processing_utils import Unpack
+from transformers.utils import TransformersKwargs, can_return_tuple, logging
+from transformers.utils.deprecation import deprecate_kwarg
+from transformers.utils.generic import merge_with_config_defaults
+from transformers.utils.output_capturing import capture_outputs
+
+from .cache_egmla import EGMLACache, EGMLAStaticCache
+from .configuration_egmla import EGMLAConfig
+
+
+logger = logging.get_logger(__name__)
+
+NO_VIRTUAL_TOKENS = (
+    "Adapters that insert virtual tokens (prompt tuning, P-tuning, prefix tuning) have no ids and cannot be used: use "
+    "LoRA instead."
+)
+
+
+class EGMLARMSNorm(DeepseekV3RMSNorm):
+    pass
+
+
+class EGMLARotaryEmbedding(DeepseekV3RotaryEmbedding):
+    pass
+
+
+class EGMLAMLP(DeepseekV3MLP):
+    pass
+
+
+def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleave: bool) -> torch.Tensor:
+    """
+    Rotates the channels of `x` by position.
+
+    Args:
+        x: [B, heads, S, R].
+        cos, sin: [B or 1, S, R], as the rotary embedding gives them (the first half repeated).
+        interleave: channels 2i and 2i + 1 of `x` form a pair, not i and i + R/2. The result has halves either way,
+            since only the products of rotated queries and keys count.
+    """
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    if interleave:
+        x = torch.cat((x[..., 0::2], x[..., 1::2]), dim=-1)
+    return x * cos + rotate_half(x) * sin
+
+
+class EGMLAAttention(nn.Module):
+    """
+    Multi-head latent attention whose up-projected keys and values are gated by token id (arXiv:2509.16686, section 3).
+
+    The first layer of a layer group projects the latent and the rotary key, caches them and up-projects; the others
+    (`owns_latent` False) reuse all three with gates, norms, queries and output of their own.
+    """
+
+    def __init__(self, config: EGMLAConfig, layer_idx: int):
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer_idx
+        self.group_idx = layer_idx // config.layer_group_size
+        self.owns_latent = layer_idx % config.layer_group_size == 0
+        self.num_heads = config.num_attention_heads
+        self.num_key_value_groups = 1
+        self.attention_dropout = config.attention_dropout
+        self.is_causal = True
+
+        self.q_lora_rank = config.q_lora_rank
+        self.kv_lora_rank = config.kv_lora_rank
+        self.qk_nope_head_dim = config.qk_nope_head_dim
+        self.qk_rope_head_dim = config.qk_rope_head_dim
+        self.qk_head_dim = config.qk_head_dim
+        self.v_head_dim = config.v_head_dim
+        self.scaling = yarn_apply_mscale(config.rope_parameters, self.qk_head_dim**-0.5)
+
+        if self.q_lora_rank is None:
+            self.q_proj = nn.Linear(config.hidden_size, self.num_heads * self.qk_head_dim, bias=False)
+        else:
+            self.q_a_proj = nn.Linear(config.hidden_size, self.q_lora_rank, bias=config.attention_bias)
+            self.q_a_layernorm = EGMLARMSNorm(self.q_lora_rank)
+            self.q_b_proj = nn.Linear(self.q_lora_rank, self.num_heads * self.qk_head_dim, bias=False)
+
+        if self.owns_latent:
+            self.kv_a_proj_with_mqa = nn.Linear(
+                config.hidden_size, self.kv_lora_rank + self.qk_rope_head_dim, bias=config.attention_bias
+            )
+            self.kv_a_layernorm = EGMLARMSNorm(self.kv_lora_rank)
+            self.kv_b_proj = nn.Linear(self.kv_lora_rank, config.kv_width, bias=False)
+
+        self.kv_gate = config.kv_gate
+        if self.kv_gate != "none":
+            # No padding_idx: it would freeze the gate of the padding id at zero, and that id often is eos as well.
+            self.kv_gate_embed = nn.Embedding(config.vocab_size, config.kv_gate_dim)
+            self.kv_gate_proj = nn.Linear(config.kv_gate_dim, config.kv_width, bias=False)
+            self.kv_gate_norm = (
+                nn.LayerNorm(config.kv_width, eps=config.kv_gate_norm_eps)
+                if config.kv_gate_norm == "layer_norm"
+                else nn.Identity()
+            )
+
+        self.o_proj = nn.Linear(self.num_heads * self.v_head_dim, config.hidden_size, bias=config.attention_bias)
+
+    def expand_kv(
+        self, kv_features: torch.Tensor, k_rot: torch.Tensor, token_ids: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """
+        Gates up-projected latents and splits them into the key and value states of all heads.
+
+        Args:
+            kv_features: up-projected latents, [B, T, D].
+            k_rot: rotated keys, [B, 1, T, R].
+            token_ids: ids of the tokens, [B, T].
+
+        Returns:
+            Keys [B, H, T, qk_nope_head_dim + R] and values [B, H, T, v_head_dim].
+        """
+        if self.kv_gate != "none":
+            gate = self.kv_gate_proj(self.kv_gate_embed(token_ids))
+            kv_features = kv_features * gate if self.kv_gate == "multiply" else kv_features + gate
+            kv_features = self.kv_gate_norm(kv_features)
+
+        head_shape = (*kv_features.shape[:2], self.num_heads, self.qk_nope_head_dim + self.v_head_dim)
+        kv_heads = kv_features.view(head_shape).transpose(1, 2)
+        k_nope, value_states = kv_heads.split([self.qk_nope_head_dim, self.v_head_dim], dim=-1)
+        key_states = torch.cat((k_nope, k_rot.expand(-1, self.num_heads, -1, -1)), dim=-1)
+        return key_states, value_states
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        kv_features: torch.Tensor | None,
+        k_rot: torch.Tensor | None,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: torch.Tensor | None,
+        token_ids: torch.Tensor,
+        cache: Cache | None = None,
+        **kwargs: Unpack[FlashAttentionKwargs],
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
+        """
+        Args:
+            hidden_states: [B, S, hidden_size].
+            kv_features, k_rot: what the first layer of the group returned; read by the others only.
+            position_embeddings: cosines and sines, [B or 1, S, R] each.
+            attention_mask: as the attention interface wants it.
+            token_ids: ids of the new tokens, [B, S].
+            cache: [`EGMLACache`] or [`EGMLAStaticCache`]; any other cache gets expanded keys and values.
+
+        Returns:
+            Output [B, S, hidden_size], attention weights where the interface gives them, and for the other layers of
+            the group the up-projected latents [B, T, D] and the rotated keys [B, 1, T, R].
+        """
+        batch_size, seq_length = hidden_states.shape[:-1]
+
+        if self.q_lora_rank is None:
+            query_states = self.q_proj(hidden_states)
+        else:
+            query_states = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(hidden_states)))
+        query_states = query_states.view(batch_size, seq_length, self.num_heads, self.qk_head_dim).transpose(1, 2)
+        q_nope, q_rot = query_states.split([self.qk_nope_head_dim, self.qk_rope_head_dim], dim=-1)
+
+        cos, sin = position_embeddings
+        q_rot = apply_rotary(q_rot, cos, sin, self.config.rope_interleave)
+        query_states = torch.cat((q_nope, q_rot), dim=-1)
+
+        # The cache is read and written while K and V are still compressed.
+        cache_holds_latents = getattr(cache, "holds_latents", False)
+        if self.owns_latent:
+            compressed_kv = self.kv_a_proj_with_mqa(hidden_states)
+            kv_latent, k_rot = compressed_kv.split([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
+            kv_latent = self.kv_a_layernorm(kv_latent).unsqueeze(1)
+            k_rot = apply_rotary(k_rot.unsqueeze(1), cos, sin, self.config.rope_interleave)
+            if cache_holds_latents:
+                kv_latent, k_rot = cache.update(kv_latent, k_rot, self.group_idx, token_ids=token_ids)
+            kv_features = self.kv_b_proj(kv_latent.squeeze(1))
+        if cache_holds_latents:
+            token_ids = cache.token_ids.to(kv_features.device)
+
+        key_states, value_states = self.expand_kv(kv_features, k_rot, token_ids)
+        if cache is not None and not cache_holds_latents:
+            key_states, value_states = cache.update(key_states, value_states, self.layer_idx)
+
+        attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, eager_attention_forward
+        )
+        # On a CPU, PyTorch's fused attention wants values as wide as keys and is several times slower without.
+        pads_values = (
+            self.config._attn_implementation == "sdpa"
+            and query_states.device.type == "cpu"
+            and self.v_head_dim < self.qk_head_dim
+        )
+        if pads_values:
+            value_states = F.pad(value_states, (0, self.qk_head_dim - self.v_head_dim))
+        attn_output, attn_weights = attention_interface(
+            self,
+            query_states,
+            key_states,
+            value_states,
+            attention_mask,
+            dropout=self.attention_dropout if self.training else 0.0,
+            scaling=self.scaling,
+            **kwargs,
+        )
+        if pads_values:
+            attn_output = attn_output[..., : self.v_head_dim]
+
+        attn_output = attn_output.reshape(batch_size, seq_length, -1)
+        return self.o_proj(attn_output), attn_weights, kv_features, k_rot
+
+
+class EGMLADecoderLayer(GradientCheckpointingLayer):
+    def __init__(self, config: EGMLAConfig, layer_idx: int):
+        super().__init__()
+        self.self_attn = EGMLAAttention(config, layer_idx)
+        self.mlp = EGMLAMLP(config)
+        self.input_layernorm = EGMLARMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = EGMLARMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        # Positional, like `hidden_states`: what reentrant gradient checkpointing passes gradients through.
+        kv_features: torch.Tensor | None = None,
+        k_rot: torch.Tensor | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Returns hidden states, and what the group's other layers reuse (see [`EGMLAAttention`])."""
+        residual = hidden_states
+        hidden_states = self.input_layernorm(hidden_states)
+        hidden_states, _, kv_features, k_rot = self.self_attn(hidden_states, kv_features, k_rot, **kwargs)
+        hidden_states = residual + hidden_states
+
+        residual = hidden_states
+        hidden_states = self.post_attention_layernorm(hidden_states)
+        hidden_states = self.mlp(hidden_states)
+        return residual + hidden_states, kv_features, k_rot
+
+
+class EGMLAPreTrainedModel(PreTrainedModel):
+    config: EGMLAConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["EGMLADecoderLayer"]
+    _skip_keys_device_placement = ["cache", "past_key_values"]
+    _supports_flash_attn = True
+    _supports_sdpa = True
+    _supports_flex_attn = True
+    _can_compile_fullgraph = True
+    _supports_attention_backend = True
+    _can_record_outputs = {"hidden_states": EGMLADecoderLayer, "attentions": EGMLAAttention}
+
+    @torch.no_grad()
+    def _init_weights(self, module):
+        super()._init_weights(module)
+        if isinstance(module, EGMLAAttention) and module.kv_gate != "none":
+            init.normal_(module.kv_gate_proj.weight, mean=0.0, std=self.config.kv_gate_dim**-0.5)
+
+    def resize_token_embeddings(
+        self,
+        new_num_tokens: int | None = None,
+        pad_to_multiple_of: int | None = None,
+        mean_resizing: bool = True,
+    ) -> nn.Embedding:
+        """
+        Resizes the token embedding and the head as the library does, and every gate table with them.
+
+        A new id gets the mean of the table's rows as its gate row (`kv_gate="multiply"`: no row is neutral there) or
+        zeros (`"add"`), without noise.
+
+        Raises:
+            ValueError: a special id of the configuration would fall outside the vocabulary.
+        """
+        old_num_tokens = self.get_input_embeddings().weight.shape[0]
+        wanted = old_num_tokens if new_num_tokens is None else new_num_tokens
+        if pad_to_multiple_of is not None:
+            wanted = -(-wanted // pad_to_multiple_of) * pad_to_multiple_of
+        for field in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            value = getattr(self.config, field)
+            for token_id in value if isinstance(value, list) else [value]:
+                if token_id is not None and token_id >= wanted:
+                    raise ValueError(
+                        f"`{field}` is {token_id}, which a vocabulary of {wanted} does not contain: change it in the "
+                        "configuration first, or keep more tokens."
+                    )
+        embeddings = super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
+        num_tokens = embeddings.weight.shape[0]
+        for module in self.modules():
+            if isinstance(module, EGMLAAttention) and module.kv_gate != "none":
+                table = module.kv_gate_embed
+                rows = table.weight.data
+                if num_tokens > rows.shape[0]:
+                    new_row = rows.double().mean(0) if module.kv_gate == "multiply" else rows.new_zeros(rows.shape[1])
+                    added = new_row.to(rows.dtype).expand(num_tokens - rows.shape[0], -1)
+                    table.weight.data = torch.cat((rows, added))
+                else:
+                    table.weight.data = rows[:num_tokens].clone()
+                table.num_embeddings = num_tokens
+        return embeddings
+
+
+class EGMLAModel(EGMLAPreTrainedModel):
+    """
+    The decoder without a head.
+
+    Args:
+        config ([`EGMLAConfig`]): Configuration of the model.
+    """
+
+    def __init__(self, config: EGMLAConfig):
+        super().__init__(config)
+        self.padding_idx = config.pad_token_id
+        self.vocab_size = config.vocab_size
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)
+        self.layers = nn.ModuleList(
+            [EGMLADecoderLayer(config, layer_idx) for layer_idx in range(config.num_hidden_layers)]
+        )
+        self.norm = EGMLARMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.rotary_emb = EGMLARotaryEmbedding(config=config)
+        self.gradient_checkpointing = False
+
+        # Initialize weights and apply final processing
+        self.post_init()
+
+    @merge_with_config_defaults
+    @capture_outputs
+    @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        cache: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        token_ids: torch.LongTensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> BaseModelOutputWithPast:
+        """
+        Args:
+            input_ids: ids of the new tokens, [B, S].
+            attention_mask: 1 for tokens and 0 for padding, [B, T]; or a prepared mask, [B, 1, S, T].
+            position_ids: positions of the new tokens, [B or 1, S]; by default they continue the cache.
+            cache: what earlier calls returned; by default, with `use_cache`, a new [`EGMLACache`].
+            inputs_embeds: embeddings in place of `input_ids`, [B, S, hidden_size]; then `token_ids` must say which
+                tokens they stand for.
+            token_ids: ids behind `inputs_embeds`, [B, S]; read only with it.
+            use_cache: whether to return a cache.
+
+        Raises:
+            ValueError: neither or both of `input_ids` and `inputs_embeds`; embeddings without `token_ids`; an id
+                outside the vocabulary; a cache that this model did not fill.
+        """
+        if (input_ids is None) ^ (inputs_embeds is not None):
+            raise ValueError("You must specify exactly one of input_ids or inputs_embeds")
+        token_ids = self._check_token_ids(input_ids, inputs_embeds, token_ids)
+
+        if inputs_embeds is None:
+            inputs_embeds = self.embed_tokens(input_ids)
+
+        if use_cache and cache is None:
+            cache = EGMLACache(self.config)
+        if cache is not None and not getattr(cache, "holds_latents", False):
+            self._check_expanded_cache(cache)
+
+        if position_ids is None:
+            past_seen_tokens = cache.get_seq_length() if cache is not None else 0
+            position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + past_seen_tokens
+            position_ids = position_ids.unsqueeze(0)
+
+        causal_mask = create_causal_mask(
+            config=self.config,
+            inputs_embeds=inputs_embeds,
+            attention_mask=attention_mask,
+            cache=cache,
+            position_ids=position_ids,
+        )
+
+        hidden_states = inputs_embeds
+        position_embeddings = self.rotary_emb(hidden_states, position_ids=position_ids)
+
+        kv_features, k_rot = None, None
+        for decoder_layer in self.layers[: self.config.num_hidden_layers]:
+            hidden_states, kv_features, k_rot = decoder_layer(
+                hidden_states,
+                kv_features,
+                k_rot,
+                attention_mask=causal_mask,
+                position_embeddings=position_embeddings,
+                position_ids=position_ids,
+                token_ids=token_ids,
+                cache=cache,
+                use_cache=use_cache,
+                **kwargs,
+            )
+
+        hidden_states = self.norm(hidden_states)
+        return BaseModelOutputWithPast(last_hidden_state=hidden_states, cache=cache)
+
+    def _check_token_ids(
+        self,
+        input_ids: torch.Tensor | None,
+        inputs_embeds: torch.Tensor | None,
+        token_ids: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Returns the ids by which gates are looked up, [B, S]."""
+        if input_ids is not None:
+            token_ids = input_ids
+        elif token_ids is None and self.config.kv_gate != "none":
+            raise ValueError(
+                "EG-MLA looks its gates up by token id, so `inputs_embeds` needs `token_ids` beside it: one id for an "
+                f"embedding, shape [batch, sequence]. {NO_VIRTUAL_TOKENS}"
+            )
+        elif token_ids is None:
+            token_ids = torch.zeros(inputs_embeds.shape[:2], dtype=torch.long, device=inputs_embeds.device)
+        elif token_ids.shape != inputs_embeds.shape[:2]:
+            raise ValueError(
+                f"`token_ids` must have one id for each embedding, but has shape {tuple(token_ids.shape)} beside "
+                f"`inputs_embeds` of shape {tuple(inputs_embeds.shape)}."
+            )
+        # On an accelerator this would wait for the device at every step; `generate` checks its prompt there.
+        if token_ids.device.type == "cpu" and not torch.compiler.is_compiling():
+            check_ids_in_vocabulary(token_ids, self.config.vocab_size)
+        return token_ids
+
+    def _check_expanded_cache(self, cache: Cache) -> None:
+        """A cache of another class holds expanded keys and values: say so once, and refuse one of another model."""
+        logger.warning_once(
+            f"A {type(cache).__name__} holds expanded keys and values: {self.config.num_attention_heads} heads of "
+            f"{self.config.qk_head_dim} + {self.config.v_head_dim} elements a token and layer, where an EGMLACache "
+            f"holds {self.config.kv_lora_rank} + {self.config.qk_rope_head_dim} in all. Results are the same."
+        )
+        layers = getattr(cache, "layers", [])
+        keys = getattr(layers[0], "keys", None) if layers else None
+        if isinstance(keys, torch.Tensor) and keys.dim() == 4 and keys.shape[-2] > 0:
+            expected = (self.config.num_attention_heads, self.config.qk_head_dim)
+            if (keys.shape[1], keys.shape[3]) != expected:
+                raise ValueError(
+                    f"The {type(cache).__name__} holds {keys.shape[1]} heads of {keys.shape[3]} key channels, which "
+                    f"this model did not write: it has {expected[0]} of {expected[1]}. {NO_VIRTUAL_TOKENS}"
+                )
+
+
+def check_ids_in_vocabulary(token_ids: torch.Tensor, vocab_size: int) -> None:
+    """Raises a `ValueError` that names the first id outside the vocabulary."""
+    outside = (token_ids < 0) | (token_ids >= vocab_size)
+    if outside.any():
+        raise ValueError(
+            f"Token id {token_ids[outside][0].item()} lies outside the vocabulary: ids run from 0 to {vocab_size - 1} "
+            "(`vocab_size`). The tokenizer may not belong to the model, or tokens were added to it without "
+            "`model.resize_token_embeddings(len(tokenizer))`."
+        )
+
+
+class EGMLAForCausalLM(EGMLAPreTrainedModel, GenerationMixin):
+    """
+    The decoder with a language modelling head; generates on an [`EGMLACache`].
+
+    Args:
+        config ([`EGMLAConfig`]): Configuration of the model.
+    """
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+    _tp_plan = {"lm_head": "colwise_gather_output"}
+    _pp_plan = {"lm_head": (["hidden_states"], ["logits"])}
+    _fsdp_plan = {"lm_head": "keep_full_weight"}
+
+    def __init__(self, config: EGMLAConfig):
+        super().__init__(config)
+        self.model = EGMLAModel(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+
+        # Initialize weights and apply final processing
+        self.post_init()
+
+    @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        cache: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        token_ids: torch.LongTensor | None = None,
+        labels: torch.LongTensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> CausalLMOutputWithPast:
+        """
+        Arguments as in [`EGMLAModel.forward`], and:
+
+        Args:
+            labels: ids to predict, [B, S], shifted inside; positions with -100 do not count.
+            logits_to_keep: compute logits of the last so many positions only (0: of all), or of these positions.
+
+        ```python
+        >>> import modeling_egmla
+        >>> from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        >>> model = AutoModelForCausalLM.from_pretrained(folder)
+        >>> tokenizer = AutoTokenizer.from_pretrained(folder)
+        >>> inputs = tokenizer("The state of the union", return_tensors="pt")
+        >>> tokenizer.decode(model.generate(**inputs, max_new_tokens=40)[0])
+        ```
+        """
+        outputs: BaseModelOutputWithPast = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            cache=cache,
+            inputs_embeds=inputs_embeds,
+            token_ids=token_ids,
+            use_cache=use_cache,
+            **kwargs,
+        )
+
+        hidden_states = slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep)
+        logits = self.lm_head(hidden_states)
+
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            cache=outputs.cache,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+
+    @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
+    def prepare_inputs_for_generation(self, input_ids, token_ids=None, **kwargs):
+        model_inputs = super().prepare_inputs_for_generation(input_ids, **kwargs)
+        # Embeddings stand for the prompt only, and so do the ids beside them.
+        if token_ids is not None and model_inputs.get("inputs_embeds") is not None:
+            model_inputs["token_ids"] = token_ids[:, -model_inputs["inputs_embeds"].shape[1] :]
+        return model_inputs
+
+    def _prepare_cache_for_generation(
+        self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
+    ):
+        given = model_kwargs.get("cache")
+        super()._prepare_cache_for_generation(
+            generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
+        )
+        cache = model_kwargs.get("cache")
+        if given is not None:
+            room = given.get_max_length()
+            if room != -1 and room < max_cache_length:
+                raise ValueError(
+                    f"The cache has room for {room} tokens, but prompt and new tokens need {max_cache_length}: make "
+                    "it larger, or lower `max_new_tokens`."
+                )
+        elif type(cache) is DynamicCache:
+            model_kwargs["cache"] = EGMLACache(self.config, offloading=cache.offloading)
+        elif type(cache) is StaticCache:
+            model_kwargs["cache"] = EGMLAStaticCache(self.config, cache.get_max_length(), offloading=cache.offloading)
+
+    def _prefill(self, input_ids, generation_config, model_kwargs, is_first_iteration=True):
+        self._check_prompt(input_ids, generation_config, model_kwargs)
+        return super()._prefill(input_ids, generation_config, model_kwargs, is_first_iteration)
+
+    def _check_prompt(self, input_ids, generation_config, model_kwargs) -> None:
+        """Refuses a prompt with ids outside the vocabulary, or one that does not continue the cache it comes with."""
+        inputs_embeds = model_kwargs.get("inputs_embeds")
+        if inputs_embeds is None:
+            prompt_ids = input_ids
+        else:
+            prompt_ids = model_kwargs.get("token_ids")
+        if prompt_ids is None:
+            return
+        check_ids_in_vocabulary(prompt_ids, self.config.vocab_size)
+
+        cache = model_kwargs.get("cache")
+        past_length = int(cache.get_seq_length()) if cache is not None else 0
+        if past_length == 0:
+            return
+        attention_mask = model_kwargs.get("attention_mask")
+        mask_length = (
+            attention_mask.shape[1] if attention_mask is not None else getattr(generation_config, "_mask_length", -1)
+        )
+        if mask_length != prompt_ids.shape[1]:
+            return  # Only the new tokens were passed, with a mask over all of them.
+        if prompt_ids.shape[1] <= past_length:
+            raise ValueError(
+                f"The prompt has {prompt_ids.shape[1]} tokens, but the cache already holds {past_length}. Pass the "
+                "whole text, with at least one token that is not cached; or only new tokens and an attention mask that "
+                "covers the cached ones too; or crop the cache."
+            )
+        if getattr(cache, "holds_latents", False):
+            cached_ids = cache.token_ids[:, :past_length].to(prompt_ids.device)
+            prefix = prompt_ids[:, :past_length]
+            if cached_ids.shape != prefix.shape or not torch.equal(cached_ids.long(), prefix):
+                raise ValueError(
+                    "The prompt does not begin with the tokens that the cache holds (`cache.token_ids`). Pass the "
+                    "whole text, or only new tokens with an attention mask that covers the cached ones too."
+                )
+
+    def init_continuous_batching(self, *args, **kwargs):
+        """Not supported: the library's paged cache stores keys and values of one width."""
+        raise NotImplementedError(
+            "Continuous batching (`generate_batch`, `transformers serve --continuous-batching`) keeps keys and values "
+            "of one width in pages, which EG-MLA's latents are not. Use `generate()` with left-padded batches."
+        )
+
+
+class EGMLAForSequenceClassification(GenericForSequenceClassification, EGMLAPreTrainedModel):
+    """The decoder with a classification head on the last token that is not padding."""
+
+    def __init__(self, config: EGMLAConfig):
+        # Not the generic __init__: it builds the decoder through AutoModel, which asks for trust again in remote code.
+        EGMLAPreTrainedModel.__init__(self, config)
+        self.num_labels = config.num_labels
+        self.model = EGMLAModel(config)
+        self.score = nn.Linear(config.hidden_size, self.num_labels, bias=False)
+        self.post_init()
+
+
+class EGMLAForTokenClassification(GenericForTokenClassification, EGMLAPreTrainedModel):
+    """The decoder with a classification head on every token."""
+
+    def __init__(self, config: EGMLAConfig):
+        EGMLAPreTrainedModel.__init__(self, config)  # as above
+        self.num_labels = config.num_labels
+        self.model = EGMLAModel(config)
+        self.dropout = nn.Dropout(getattr(config, "classifier_dropout", None) or 0.0)
+        self.score = nn.Linear(config.hidden_size, self.num_labels)
+        self.post_init()
+
+
+__all__ = [
+    "EGMLAForCausalLM",
+    "EGMLAForSequenceClassification",
+    "EGMLAForTokenClassification",
+    "EGMLAModel",
+    "EGMLAPreTrainedModel",
+]
