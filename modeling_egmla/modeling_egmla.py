@@ -619,7 +619,7 @@ class EGMLAForCausalLM(EGMLAPreTrainedModel, GenerationMixin):
         if prompt_ids.shape[1] <= past_length:
             raise ValueError(
                 f"The prompt has {prompt_ids.shape[1]} tokens, but the cache already holds {past_length}. Pass the "
-                "whole text, with at least one token that is not cached; or only new tokens and an attention mask that "
+                "whole text, with at least one token that is not cached; or new tokens and an attention mask that "
                 "covers the cached ones too; or crop the cache."
             )
         if getattr(cache, "holds_latents", False):
