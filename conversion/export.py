@@ -1,0 +1,260 @@
+"""Writes a model as a folder that is complete: it loads, checks and publishes without anything else."""
+
+import contextlib
+import ctypes
+import json
+import os
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from . import cards
+from .verify import (
+    VerificationError,
+    check_code,
+    check_privacy,
+    check_special_ids,
+    find_model_class,
+    list_files,
+    load_tokenizer,
+    read_manifest,
+    write_manifest,
+)
+
+
+MAX_SHARD_SIZE = "5GB"
+LICENSE_FILES = ("LICENSE*", "LICENCE*", "NOTICE*")
+CURRENT_DIRECTORY = -100  # AT_FDCWD
+RENAME_EXCHANGE = 2
+
+
+def export(
+    source: str | os.PathLike,
+    folder: str | os.PathLike,
+    *,
+    dtype: str = "auto",
+    max_shard_size: int | str = MAX_SHARD_SIZE,
+    evaluation: str | os.PathLike | None = None,
+    new_card: bool = False,
+    overwrite: bool = False,
+    **about,
+) -> Path:
+    """
+    Exports a saved model, with its tokenizer, generation config, licence files and the sources of its card. A
+    README.md that the source has is kept, unless `new_card`.
+
+    Args:
+        source: folder of a model, as `save_pretrained`, a training or a conversion leaves it; only safetensors are
+            read, and no code.
+        folder: where to; it may be `source` itself.
+        dtype: e.g. `"bfloat16"`; by default that of the source.
+        evaluation: results file of lm-evaluation-harness for the card.
+        new_card: write the card anew even if the source has one.
+        max_shard_size, overwrite, about: as in [`export_model`].
+
+    Raises:
+        FileExistsError: `folder` exists, and not `overwrite`.
+        VerificationError: the source is no EG-MLA model, or the weights do not fit its config.
+        ValueError: what [`export_model`] raises.
+    """
+    source = Path(source)
+    if not source.is_dir():
+        raise VerificationError(source, ["there is no such folder. To export from the Hub, `egmla pull` first."])
+    check_target(Path(folder), overwrite)
+    model, info = find_model_class(source).from_pretrained(
+        source, dtype=dtype, use_safetensors=True, local_files_only=True, output_loading_info=True
+    )
+    for kind, names in info.items():
+        if names:
+            raise VerificationError(source, [f"{kind.replace('_', ' ')}: {sorted(map(str, names))[:5]}."])
+    extra_files = [path for pattern in LICENSE_FILES for path in source.glob(pattern)]
+    extra_files += [source / name for name in cards.CARD_SOURCES if (source / name).is_file()]
+    if (source / "README.md").is_file() and not new_card:
+        extra_files.append(source / "README.md")
+    return export_model(
+        model,
+        folder,
+        load_tokenizer(source),
+        max_shard_size=max_shard_size,
+        extra_files=extra_files,
+        evaluation=evaluation,
+        overwrite=overwrite,
+        **about,
+    )
+
+
+def export_model(
+    model,
+    folder: str | os.PathLike,
+    tokenizer=None,
+    *,
+    max_shard_size: int | str = MAX_SHARD_SIZE,
+    extra_files: list[Path] | tuple[Path, ...] = (),
+    evaluation: str | os.PathLike | None = None,
+    overwrite: bool = False,
+    **about,
+) -> Path:
+    """
+    Exports a model: weights in shards, config with `auto_map`, flat code, tokenizer, generation config, card and
+    manifest. All is written beside `folder` and checked there; then it takes the name in one step, so that a crash
+    leaves the old folder or the new one.
+
+    Args:
+        model: one of this package's models.
+        folder: where to.
+        tokenizer: its tokenizer, if it has one. Ids without a token are then kept from being generated.
+        max_shard_size: of a weights file, e.g. `"5GB"` or a number of bytes.
+        extra_files: licence files, sources of the card ([`cards.CARD_SOURCES`]), or a README.md in place of a new
+            card.
+        evaluation: results file of lm-evaluation-harness for the card.
+        overwrite: replace a folder that exists.
+        about: values for a new card in place of those of an about.yaml, e.g. `license="apache-2.0"`.
+
+    Returns:
+        The folder.
+
+    Raises:
+        FileExistsError: the folder exists, and not `overwrite`.
+        TypeError: the model is wrapped in something else (an adapter, a parallel wrapper).
+        VerificationError: code, special ids or texts are not fit to be published; the message says what to do.
+        ValueError: a source of the card is not what it should be.
+    """
+    from ..modeling_egmla import EGMLAPreTrainedModel
+
+    if not isinstance(model, EGMLAPreTrainedModel):
+        raise TypeError(f"Only EG-MLA models can be exported, not a {type(model).__name__}: unwrap or merge it first.")
+    folder = Path(folder)
+    check_target(folder, overwrite)
+    with staging_folder(folder) as staging:
+        _write_model(model, staging, tokenizer, max_shard_size)
+        for path in extra_files:
+            _copy_without_paths(path, staging / path.name)
+        if evaluation is not None:
+            content = cards.read_evaluation(Path(evaluation))
+            (staging / "evaluation.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        if not (staging / "README.md").exists():
+            card = cards.render_card(folder.resolve().name, model, staging, True, tokenizer is not None, **about)
+            (staging / "README.md").write_text(card, encoding="utf-8")
+        if problems := check_code(staging) + check_special_ids(staging) + check_privacy(staging):
+            raise VerificationError(folder, problems)
+        write_manifest(staging, model)
+        replace_folder(staging, folder)
+    return folder
+
+
+def check_target(folder: Path, overwrite: bool) -> None:
+    """
+    Raises:
+        FileExistsError: there is something under this name that must not be, or cannot be, replaced.
+    """
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        return
+    if not overwrite:
+        raise FileExistsError(f"{folder} exists: name another folder, or replace it with `--overwrite`.")
+    try:
+        known = read_manifest(folder)["files"].keys()
+    except VerificationError:
+        raise FileExistsError(f"{folder} is not a folder that egmla wrote: remove it yourself.") from None
+    if unknown := sorted(set(list_files(folder)) - known):
+        raise FileExistsError(f"{folder} holds {unknown[0]}, which would be lost: move it away first.")
+
+
+def _write_model(model, folder: Path, tokenizer, max_shard_size: int | str) -> None:
+    """Weights, config, code, generation config and tokenizer, by the library's own `save_pretrained`."""
+    import modeling_egmla
+
+    suppressed = getattr(model, "generation_config", None) and model.generation_config.suppress_tokens
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    # The class that was saved names itself only; the other heads load from the same files.
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    classes = (getattr(modeling_egmla, name) for name in modeling_egmla.__all__)
+    for model_class in classes:
+        if getattr(model_class, "_auto_class", None):
+            module = model_class.__module__.rpartition(".")[2]
+            config["auto_map"][model_class._auto_class] = f"{module}.{model_class.__name__}"
+    (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+    if tokenizer is None:
+        return
+    tokenizer.save_pretrained(folder)
+    _drop_fields(folder / "tokenizer_config.json", ("is_local", "local_files_only", "name_or_path"))
+    if model.can_generate():
+        unused = set(range(model.config.vocab_size)) - set(tokenizer.get_vocab().values())
+        generation = model.generation_config.to_dict()
+        generation["suppress_tokens"] = sorted(unused | set(suppressed or [])) or None
+        for field in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            if generation.get(field) is None:
+                generation[field] = getattr(tokenizer, field)
+        # No longer derived from the config, which would take precedence when it is loaded.
+        generation.pop("_from_model_config", None)
+        type(model.generation_config)(**generation).save_pretrained(folder)
+
+
+def _drop_fields(path: Path, fields: tuple[str, ...]) -> None:
+    content = json.loads(path.read_text(encoding="utf-8"))
+    kept = {key: value for key, value in content.items() if key not in fields}
+    path.write_text(json.dumps(kept, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _copy_without_paths(source: Path, target: Path) -> None:
+    """Copies a text file; of absolute paths in JSON and YAML, only the last name remains."""
+    text = source.read_text(encoding="utf-8")
+    if source.suffix in (".json", ".yaml"):
+        text = re.sub(r"""(?<![^\s"'=:,\[])(?:~|[A-Za-z]:)?[/\\](?:[^\s"',\]/\\]+[/\\])+""", "", text)
+    target.write_text(text, encoding="utf-8")
+
+
+@contextlib.contextmanager
+def staging_folder(folder: Path) -> Iterator[Path]:
+    """A new folder beside `folder`, on the same disk, that is removed unless it was renamed by then."""
+    folder = folder.absolute()
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    staging = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".partial", dir=folder.parent))
+    staging.chmod(0o777 & ~_umask())
+    try:
+        yield staging
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def replace_folder(new: Path, folder: Path) -> None:
+    """
+    Gives `new` the name of `folder`, and removes what had it.
+
+    On Linux the two are exchanged in one step. Where the system cannot, the old folder is first renamed to
+    `.<name>.old`, where a crash between the two renames leaves it.
+    """
+    if not folder.exists():
+        new.rename(folder)
+    elif not any(folder.iterdir()):
+        folder.rmdir()
+        new.rename(folder)
+    elif _exchange(new, folder):
+        shutil.rmtree(new)
+    else:
+        old = folder.with_name(f".{folder.name}.old")
+        shutil.rmtree(old, ignore_errors=True)
+        folder.rename(old)
+        new.rename(folder)
+        shutil.rmtree(old)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Exchanges two names at once with Linux' renameat2; False where there is no such call."""
+    if sys.platform != "linux":
+        return False
+    try:
+        renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
+    except AttributeError:
+        return False
+    names = (os.fsencode(one), os.fsencode(other))
+    return renameat2(CURRENT_DIRECTORY, names[0], CURRENT_DIRECTORY, names[1], RENAME_EXCHANGE) == 0
