@@ -11,14 +11,16 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import yaml
+
 from . import cards
 from .verify import (
     VerificationError,
     check_code,
     check_privacy,
     check_special_ids,
-    find_model_class,
     list_files,
+    load_model,
     load_tokenizer,
     read_manifest,
     write_manifest,
@@ -64,15 +66,15 @@ def export(
     if not source.is_dir():
         raise VerificationError(source, ["there is no such folder. To export from the Hub, `egmla pull` first."])
     check_target(Path(folder), overwrite)
-    model, info = find_model_class(source).from_pretrained(
-        source, dtype=dtype, use_safetensors=True, local_files_only=True, output_loading_info=True
-    )
-    for kind, names in info.items():
-        if names:
-            raise VerificationError(source, [f"{kind.replace('_', ' ')}: {sorted(map(str, names))[:5]}."])
+    model = load_model(source, dtype)
     extra_files = [path for pattern in LICENSE_FILES for path in source.glob(pattern)]
     extra_files += [source / name for name in cards.CARD_SOURCES if (source / name).is_file()]
     if (source / "README.md").is_file() and not new_card:
+        if about or evaluation:
+            raise ValueError(
+                f"{source} has a README.md, which is kept, so a licence or an evaluation would not get into it: edit it, "
+                "or write the card anew with `--new-card`."
+            )
         extra_files.append(source / "README.md")
     return export_model(
         model,
@@ -202,9 +204,21 @@ def _drop_fields(path: Path, fields: tuple[str, ...]) -> None:
 def _copy_without_paths(source: Path, target: Path) -> None:
     """Copies a text file; of absolute paths in JSON and YAML, only the last name remains."""
     text = source.read_text(encoding="utf-8")
-    if source.suffix in (".json", ".yaml"):
-        text = re.sub(r"""(?<![^\s"'=:,\[])(?:~|[A-Za-z]:)?[/\\](?:[^\s"',\]/\\]+[/\\])+""", "", text)
+    if source.suffix == ".json":
+        text = json.dumps(_without_paths(json.loads(text)), indent=2, ensure_ascii=False) + "\n"
+    elif source.suffix == ".yaml":
+        text = yaml.safe_dump(_without_paths(yaml.safe_load(text)), sort_keys=False, allow_unicode=True)
     target.write_text(text, encoding="utf-8")
+
+
+def _without_paths(content):
+    if isinstance(content, dict):
+        return {key: _without_paths(value) for key, value in content.items()}
+    if isinstance(content, list):
+        return [_without_paths(value) for value in content]
+    if isinstance(content, str):
+        return re.sub(r"(?<!\S)(?:~|[A-Za-z]:)?[/\\](?:[^\s/\\]+[/\\])+", "", content)
+    return content
 
 
 @contextlib.contextmanager

@@ -250,11 +250,11 @@ def _commit(
     revision, and its address.
     """
 
-    def attempt():
+    def attempt() -> tuple[str, str]:
         # The library changes these as it sends them, so each attempt needs new ones.
         operations = [CommitOperationAdd(path_in_repo=name, path_or_fileobj=folder / name) for name in sizes]
         operations += [CommitOperationDelete(path_in_repo=name) for name in stale]
-        return api.create_commit(
+        commit = api.create_commit(
             repo_id,
             operations,
             commit_message=message,
@@ -262,18 +262,15 @@ def _commit(
             create_pr=pull_request,
             parent_commit=None if pull_request else head,
         )
+        return (commit.pr_revision, commit.pr_url) if pull_request else (commit.oid, commit.commit_url)
 
-    def made_before() -> str | None:
+    def made_before() -> tuple[str, str] | None:
         now = api.repo_info(repo_id, revision=branch).sha
-        return now if now != head and _compare(api, repo_id, now, folder).complete else None
+        is_ours = now != head and _compare(api, repo_id, now, folder).complete
+        return (now, f"{api.endpoint}/{repo_id}/commit/{now}") if is_ours else None
 
-    if pull_request:
-        commit = attempt()  # once: a retry could open a second pull request
-        return commit.pr_revision, commit.pr_url
-    found = retried(attempt, before_retry=made_before)
-    if isinstance(found, str):
-        return found, f"{api.endpoint}/{repo_id}/commit/{found}"
-    return found.oid, found.commit_url
+    # A pull request is tried once: a second attempt could open a second one.
+    return attempt() if pull_request else retried(attempt, before_retry=made_before)
 
 
 def pull(

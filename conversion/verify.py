@@ -19,7 +19,9 @@ from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path, PurePosixPath, PureWindowsPath
 
+from huggingface_hub.errors import StrictDataclassError
 from huggingface_hub.utils import DEFAULT_IGNORE_PATTERNS, filter_repo_objects
+from safetensors import SafetensorError
 
 from . import fresh_load
 
@@ -198,6 +200,27 @@ def find_model_class(folder: Path):
     return model_class
 
 
+def load_model(folder: Path, dtype: str = "auto"):
+    """
+    A folder's model, of the installed class, from safetensors only.
+
+    Raises:
+        VerificationError: it is none of ours, its config cannot work, or the weights do not fit it.
+    """
+    model_class = find_model_class(folder)
+    try:
+        model, info = model_class.from_pretrained(
+            folder, use_safetensors=True, dtype=dtype, local_files_only=True, output_loading_info=True
+        )
+    except (ValueError, OSError, RuntimeError, SafetensorError, StrictDataclassError) as error:
+        raise VerificationError(folder, [f"the model does not load: {error}"]) from error
+    for kind, names in info.items():
+        if names:
+            names = ", ".join(sorted(map(str, names))[:5])
+            raise VerificationError(folder, [f"the weights do not fit config.json: {kind.replace('_', ' ')} {names}."])
+    return model
+
+
 def check_code(folder: Path) -> list[str]:
     """
     Whether the folder's code is complete: each module that `auto_map` names is there, with every module that it
@@ -267,7 +290,7 @@ def check_special_ids(folder: Path) -> list[str]:
     try:
         config = EGMLAConfig.from_pretrained(folder)  # refuses special ids outside the vocabulary
         tokenizer = load_tokenizer(folder)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, StrictDataclassError) as error:
         return [str(error)]
     holders = {"config.json": config}
     if (folder / "generation_config.json").is_file():
@@ -389,18 +412,14 @@ def check_card(folder: Path) -> list[str]:
 
 def check_forward(folder: Path, manifest: dict) -> list[str]:
     """Loads the model with the installed classes and compares its forward pass with the manifest's."""
-    model_class = find_model_class(folder)
     try:
-        model, info = model_class.from_pretrained(
-            folder, use_safetensors=True, dtype="auto", local_files_only=True, output_loading_info=True
-        )
-        for kind, names in info.items():
-            if names:
-                return [f"The weights do not fit config.json: {kind.replace('_', ' ')} {sorted(map(str, names))[:5]}."]
+        model = load_model(folder)
         values = fresh_load.forward_sample(model, manifest["forward"]["input_ids"])
-    except (ValueError, OSError, RuntimeError, IndexError, TypeError) as error:
+    except VerificationError as error:
+        return error.problems
+    except (ValueError, IndexError, TypeError, RuntimeError) as error:
         return [f"The model does not run: {error}"]
-    return _compare(values, manifest, f"with {model_class.__name__} of the installed package")
+    return _compare(values, manifest, f"with {type(model).__name__} of the installed package")
 
 
 def check_fresh_process(folder: Path, manifest: dict) -> list[str]:
