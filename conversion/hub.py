@@ -344,7 +344,7 @@ def retried(call: Callable[[], T], before_retry: Callable[[], T | None] = lambda
     for attempts_left in reversed(range(ATTEMPTS)):
         try:
             return call()
-        except (HTTPError, OSError) as error:
+        except (HTTPError, OSError, RuntimeError) as error:
             cause = _cause(error)
             if not attempts_left or not _is_transient(cause):
                 raise
@@ -357,9 +357,9 @@ def retried(call: Callable[[], T], before_retry: Callable[[], T | None] = lambda
 
 
 def _cause(error: BaseException) -> BaseException:
-    """The Hub's answer, which a download wraps in an error about its cache."""
-    is_wrapped = isinstance(error, LocalEntryNotFoundError) and error.__cause__ is not None
-    return error.__cause__ if is_wrapped else error
+    """The Hub's answer, which downloads wrap in an error about their cache, and uploads in one about the file."""
+    is_wrapper = isinstance(error, LocalEntryNotFoundError | RuntimeError) and error.__cause__ is not None
+    return error.__cause__ if is_wrapper else error
 
 
 def _is_transient(error: BaseException) -> bool:

@@ -46,7 +46,7 @@ class VerificationError(ValueError):
 
     def __init__(self, folder: Path, problems: list[str]):
         self.problems = problems
-        super().__init__("\n".join([f"{folder} cannot be trusted:", *(f"  - {problem}" for problem in problems)]))
+        super().__init__("\n".join([f"{folder} cannot be used:", *(f"  - {problem}" for problem in problems)]))
 
 
 @dataclass(frozen=True)

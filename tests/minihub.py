@@ -176,7 +176,9 @@ class MiniHub:
 
     def paths(self, method: str, pattern: str = "") -> list[str]:
         """Paths of the requests of `method` that were answered with success."""
-        return [r.path for r in self.requests if r.method == method and r.status < 400 and re.search(pattern, r.path)]
+        return [
+            r.path for r in self.requests if r.method == method and 0 < r.status < 400 and re.search(pattern, r.path)
+        ]
 
     def create(self, repo_id: str, private: bool) -> Repo:
         repo = self.repos[repo_id] = Repo(private)
@@ -184,8 +186,20 @@ class MiniHub:
         repo.commit("refs/heads/main", {".gitattributes": attributes}, "initial commit", None)
         return repo
 
-    def content(self, file: File) -> bytes:
-        return file.content if file.content is not None else (self.large_files / file.sha256).read_bytes()
+    def publish(self, repo_id: str, folder: Path) -> Repo:
+        """Puts a folder into a new private repository, as a push would."""
+        files = {}
+        for path in folder.iterdir():
+            content = path.read_bytes()
+            if path.suffix in LARGE:
+                sha256 = hashlib.sha256(content).hexdigest()
+                (self.large_files / sha256).write_bytes(content)
+                files[path.name] = File.large(sha256, len(content), None)
+            else:
+                files[path.name] = File.small(content)
+        repo = self.create(repo_id, private=True)
+        repo.commit("refs/heads/main", repo.files | files, "publish", repo.refs["refs/heads/main"])
+        return repo
 
 
 def git_oid(content: bytes) -> str:
@@ -220,8 +234,7 @@ MODEL = rf"/api/models/{REPO}"
 
 def route(methods: str, pattern: str):
     def add(handle: Callable) -> Callable:
-        for method in methods.split():
-            ROUTES.append((method, re.compile(pattern), handle))
+        ROUTES.extend((method, re.compile(pattern), handle) for method in methods.split())
         return handle
 
     return add

@@ -146,8 +146,10 @@ def test_nothing_private_is_inside(tmp_path, make_model):
         assert b"name_or_path" not in path.read_bytes() or path.suffix == ".py", path.name
     assert json.loads((folder / "training.json").read_text())["command"] == "egmla train recipe.yaml"
     assert yaml.safe_load((folder / "recipe.yaml").read_text()) == {"data": {"files": ["*.txt"], "length": 3}}
-    assert json.loads((folder / "tokenizer_config.json").read_text()).keys().isdisjoint(
-        {"is_local", "local_files_only", "name_or_path"}
+    assert (
+        json.loads((folder / "tokenizer_config.json").read_text())
+        .keys()
+        .isdisjoint({"is_local", "local_files_only", "name_or_path"})
     )
 
 
@@ -180,6 +182,11 @@ def drop_weight(folder: Path):
     accept_changes(folder)
 
 
+def edit_config(folder: Path, **changes):
+    edit_json(folder / "config.json", **changes)
+    accept_changes(folder)
+
+
 SPOILED = {
     "one bit of the weights": (lambda f: flip_byte(next(f.glob("*.safetensors"))), "has changed"),
     "shortened": (lambda f: (f / "tokenizer.json").write_text("{}"), "bytes instead of"),
@@ -193,7 +200,8 @@ SPOILED = {
     "not a number": (lambda f: set_weight(f, float("nan")), "not finite"),
     "another number": (lambda f: set_weight(f, 50.0), "is not the one of the export"),
     "a tensor less": (drop_weight, "missing keys"),
-    "another model": (lambda f: (edit_json(f / "config.json", model_type="llama"), accept_changes(f)), "not an EG-MLA"),
+    "another model": (lambda f: edit_config(f, model_type="llama"), "not an EG-MLA"),
+    "a config that cannot work": (lambda f: edit_config(f, eos_token_id=97), "`eos_token_id` is 97"),
 }
 
 
