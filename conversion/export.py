@@ -72,8 +72,8 @@ def export(
     if (source / "README.md").is_file() and not new_card:
         if about or evaluation:
             raise ValueError(
-                f"{source} has a README.md, which is kept, so neither a licence nor an evaluation would get into it: edit "
-                "it, or write the card anew with `--new-card`."
+                f"{source} has a README.md, which is kept, so neither a licence nor an evaluation would get into it: "
+                "edit it, or write the card anew with `--new-card`."
             )
         extra_files.append(source / "README.md")
     return export_model(

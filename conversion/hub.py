@@ -44,7 +44,7 @@ from .verify import (
 
 ATTEMPTS = 5
 FIRST_WAIT = 1.0  # seconds, doubled at each further attempt, unless the Hub says how long
-LONGEST_WAIT = 300.0
+LONGEST_WAIT = 300.0  # if the Hub asks for more, the user is told
 TRANSIENT = (429, 500, 502, 503, 504)
 # What loaders pick up by its name: left over from an earlier push, it would be mixed with the new model.
 LOADED_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.py")
@@ -145,7 +145,7 @@ def push(
     Args:
         folder: an exported folder.
         repo_id: `owner/name`, or `name` under your own.
-        branch: to commit to; made from `main` if there is none of that name.
+        branch: to commit to, made from `main` if there is none of that name; or a pull request, e.g. `refs/pr/1`.
         tag: name for the commit; it must be new.
         pull_request: propose the commit instead of making it.
         public: make a new repository public, or allow an existing public one.
@@ -176,7 +176,7 @@ def push(
             raise HubError(f"{repo_id} is public. To publish there, pass `--public`.")
         if tag and tag in [ref.name for ref in retried(lambda: api.list_repo_refs(repo_id)).tags]:
             raise HubError(f"{repo_id} already has a tag {tag}: choose another name.")
-        if branch and not pull_request:
+        if branch and not branch.startswith("refs/") and not pull_request:
             retried(lambda: api.create_branch(repo_id, branch=branch, exist_ok=True))
 
         head = retried(lambda: api.repo_info(repo_id, revision=branch)).sha
@@ -346,9 +346,10 @@ def retried(call: Callable[[], T], before_retry: Callable[[], T | None] = lambda
             return call()
         except (HTTPError, OSError, RuntimeError) as error:
             cause = _cause(error)
-            if not attempts_left or not _is_transient(cause):
+            pause = _retry_after(cause) or wait
+            if not attempts_left or not _is_transient(cause) or pause > LONGEST_WAIT:
                 raise
-            time.sleep(min(_retry_after(cause) or wait, LONGEST_WAIT))
+            time.sleep(pause)
             wait *= 2
         done = before_retry()
         if done is not None:

@@ -154,7 +154,13 @@ def test_nothing_private_is_inside(tmp_path, make_model):
 
 
 def test_private_paths_are_found(folder):
-    edit_json(folder / "generation_config.json", cache="/scratch/jane/cache", url="https://host/a/b", ratio="1/2/3")
+    edit_json(
+        folder / "generation_config.json",
+        cache="/scratch/jane/cache",
+        url="https://host/a/b",
+        ratio="1/2/3",
+        token="//",
+    )
     (folder / "README.md").write_text(f"---\n---\nMade in {Path.cwd()}/out")
     assert [problem.split(":")[0] for problem in check_privacy(folder)] == [
         f"README.md mentions {Path.cwd()}, a path of this machine",

@@ -1,4 +1,4 @@
-"""Publishing and fetching, against a server on loopback that answers as the Hub does, and with everything that breaks."""
+"""Publishing and fetching, against a server on loopback that answers as the Hub does, and breaks as it may."""
 
 import hashlib
 import json
@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 from modeling_egmla import EGMLAForCausalLM
 from modeling_egmla.commands.pull import pull as pull_command
 from modeling_egmla.commands.push import push as push_command
+from modeling_egmla.conversion import fresh_load
 from modeling_egmla.conversion import hub as hub_module
 from modeling_egmla.conversion.export import export_model
 from modeling_egmla.conversion.hub import ATTEMPTS, HubError, pull, push, validate
@@ -139,15 +140,21 @@ def test_unfit_folders_are_not_sent(hub, folder, how):
     assert hub.requests == []
 
 
-@pytest.mark.slow  # imports torch and transformers in a second process, twice
-def test_validation_loads_in_a_fresh_process(folder, monkeypatch):
-    """Before a push the folder is loaded where the package is blocked, without the token; what fails there is said."""
+@pytest.mark.slow  # imports torch and transformers in a second process
+def test_validation_loads_in_a_fresh_process(exported):
+    """Before a push the folder is loaded with its own code where the package is blocked."""
+    assert sum(validate(exported).values()) == sum(path.stat().st_size for path in exported.iterdir())
+
+
+def test_fresh_process_has_no_token(exported, tmp_path, monkeypatch):
+    """Code of a folder cannot take the login along; what goes wrong there is said."""
+    script = tmp_path / "script.py"
+    script.write_text("import os, sys\nsys.exit(f'{sys.argv[2]}, {[k for k in os.environ if \"TOKEN\" in k]}')")
     monkeypatch.setenv("HF_TOKEN", TOKEN)
-    assert sum(validate(folder).values()) == sum(path.stat().st_size for path in folder.iterdir())
-    with (folder / "cache_egmla.py").open("a") as file:
-        file.write("\nimport os\nraise RuntimeError(f'token: {os.environ.get(\"HF_TOKEN\")}')\n")
-    assert check_fresh_process(folder, read_manifest(folder)) == [
-        "The folder does not load where the package is not installed: RuntimeError: token: None"
+    monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
+    monkeypatch.setattr(fresh_load, "__file__", str(script))
+    assert check_fresh_process(exported, read_manifest(exported)) == [
+        "The folder does not load where the package is not installed: AutoModelForCausalLM, []"
     ]
 
 
@@ -170,6 +177,7 @@ def test_pull_request(published, unchecked, folder, make_model):
     assert published.repos[REPO].files == before
     proposed = published.repos[REPO].find("refs/pr/1").files
     assert proposed.keys() - {".gitattributes"} == {path.name for path in folder.iterdir()}
+    assert not push(folder, REPO, branch="refs/pr/1").changed
     with pytest.raises(ValueError, match="--tag"):
         push(folder, REPO, pull_request=True, tag="v1")
     with pytest.raises(HubError, match="no tester/none"):
@@ -279,6 +287,13 @@ def test_push_survives_trouble(hub, unchecked, exported, status, where):
     for method in ("POST", "PUT"):
         hub.fail(method, where, status=status, headers={"Retry-After": "1"}, times=2)
     assert push(exported, REPO).changed
+
+
+def test_long_waits_are_left_to_the_user(hub, unchecked, exported, waits):
+    hub.fail("POST", "/commit/", status=429, headers={"Retry-After": "3600"})
+    with pytest.raises(HubError, match="wait 3600 seconds"):
+        push(exported, REPO)
+    assert waits == []
 
 
 def test_failed_tag_is_said(hub, unchecked, exported):

@@ -13,7 +13,9 @@ def push(
     public: Annotated[
         bool, typer.Option("--public", help="Make a new repository public, or publish to one that is.")
     ] = False,
-    branch: Annotated[str | None, typer.Option(help="Branch to commit to; made if there is none.")] = None,
+    branch: Annotated[
+        str | None, typer.Option(help="Branch to commit to (made if there is none), or refs/pr/N.")
+    ] = None,
     tag: Annotated[str | None, typer.Option(help="Name for the commit.")] = None,
     pull_request: Annotated[
         bool, typer.Option("--pull-request", help="Propose the commit to a repository instead of making it.")
