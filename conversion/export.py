@@ -9,6 +9,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
+from importlib.resources import files
 from pathlib import Path
 
 import yaml
@@ -49,8 +50,8 @@ def export(
     README.md that the source has is kept, unless `new_card`.
 
     Args:
-        source: folder of a model, as `save_pretrained`, a training or a conversion leaves it; only safetensors are
-            read, and no code.
+        source: folder of a model, as `save_pretrained`, a training or a conversion leaves it, or the name of a model
+            that ships with the package; only safetensors are read, and no code.
         folder: where to; it may be `source` itself.
         dtype: e.g. `"bfloat16"`; by default that of the source.
         evaluation: results file of lm-evaluation-harness for the card.
@@ -62,7 +63,9 @@ def export(
         VerificationError: the source is no EG-MLA model, or the weights do not fit its config.
         ValueError: what [`export_model`] raises.
     """
-    source = Path(source)
+    shipped = Path(str(files("modeling_egmla.configuration") / Path(source).name))
+    is_name = not Path(source).exists() and Path(source).name == str(source)
+    source = shipped if is_name and shipped.is_dir() else Path(source)
     if not source.is_dir():
         raise VerificationError(source, ["there is no such folder. To export from the Hub, `egmla pull` first."])
     check_target(Path(folder), overwrite)

@@ -52,7 +52,7 @@ LOADED_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.ind
 T = TypeVar("T")
 
 
-class HubError(RuntimeError):
+class HubError(OSError):
     """The Hub did not do what was asked; the message says what to do."""
 
 

@@ -356,6 +356,8 @@ def test_incomplete_sources_are_refused(folder, tmp_path):
         export(folder, tmp_path / "out")
     with pytest.raises(VerificationError, match="no such folder"):
         export(tmp_path / "nothing", tmp_path / "out")
+    with pytest.raises(VerificationError, match="no weights"):
+        export("egmla-base-kv64-emb256", tmp_path / "out")
     with pytest.raises(TypeError, match="Linear"):
         export_model(torch.nn.Linear(1, 1), tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -1,13 +1,13 @@
 """`egmla export`: write a model as a folder that is complete."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 
 def export(
-    source: Annotated[Path, typer.Argument(help="Folder of a saved, trained or converted model.")],
+    source: Annotated[Path, typer.Argument(help="Folder of a saved, trained or converted model; or egmla-sotu.")],
     folder: Annotated[Path, typer.Argument(help="Where to write; its name becomes the card's title.")],
     license: Annotated[
         str | None, typer.Option(help="Licence of the weights for a new card, e.g. apache-2.0; the Hub needs one.")
@@ -16,7 +16,10 @@ def export(
         Path | None, typer.Option(help="Results file of lm-evaluation-harness, for the card.", exists=True)
     ] = None,
     new_card: Annotated[bool, typer.Option("--new-card", help="Write the card anew, even if there is one.")] = False,
-    dtype: Annotated[str, typer.Option(help="Dtype of the weights, e.g. bfloat16; by default as they are.")] = "auto",
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"],
+        typer.Option(help="Type of the weights; auto is as they are stored."),
+    ] = "auto",
     max_shard_size: Annotated[str, typer.Option(help="Largest weights file.")] = "5GB",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a folder that egmla wrote before.")] = False,
 ) -> None:
@@ -31,9 +34,9 @@ def export(
     change a card by hand, edit README.md and export the folder onto itself with --overwrite, so that the manifest
     knows.
 
-        egmla export out/my-run my-model --license apache-2.0
-        egmla verify my-model
-        egmla push my-model me/my-model
+    - `egmla export out/my-run my-model --license apache-2.0`
+    - `egmla verify my-model`
+    - `egmla push my-model me/my-model`
     """
     from ..conversion.export import export as export_folder
     from ..conversion.verify import read_manifest
@@ -51,7 +54,7 @@ def export(
             **about,
         )
     except (ValueError, OSError) as error:
-        typer.secho(str(error), err=True, fg="red")
+        typer.secho(f"Error: {error}", err=True, fg="red")
         raise typer.Exit(1) from error
     listed = read_manifest(folder)["files"]
     typer.echo(f"{folder}: {len(listed)} files, {sum(entry['bytes'] for entry in listed.values()):,} bytes.")

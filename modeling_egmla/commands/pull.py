@@ -21,9 +21,8 @@ def pull(
     The folder appears only when every file is there and right. If the connection breaks, run the command again: it
     continues where it stopped. No code of the repository is run, unless --trust-remote-code asks for it.
 
-        egmla pull me/my-model --revision v1
+    - `egmla pull me/my-model --revision v1`
     """
-    from ..conversion.hub import HubError
     from ..conversion.hub import pull as pull_folder
 
     folder = folder or Path(repo_id.rsplit("/", 1)[-1])
@@ -31,8 +30,8 @@ def pull(
         commit, verified = pull_folder(
             repo_id, folder, revision=revision, trust_remote_code=trust_remote_code, overwrite=overwrite
         )
-    except (ValueError, OSError, HubError) as error:
-        typer.secho(str(error), err=True, fg="red")
+    except (ValueError, OSError) as error:
+        typer.secho(f"Error: {error}", err=True, fg="red")
         raise typer.Exit(1) from error
     typer.echo(
         f"{folder}: {repo_id} at {commit[:12]}, {verified.files} files, {verified.bytes:,} bytes, as published; runs "

@@ -34,15 +34,15 @@ def push(
 
     Log in once with `hf auth login`, or set HF_TOKEN; egmla neither shows nor keeps tokens.
 
-        egmla push my-model me/my-model --dry-run
-        egmla push my-model me/my-model --tag v1
+    - `egmla push my-model me/my-model --dry-run`
+    - `egmla push my-model me/my-model --tag v1`
     """
     from rich.console import Console
     from rich.filesize import decimal
     from rich.table import Table
 
-    from ..conversion.hub import HubError, validate
     from ..conversion.hub import push as push_folder
+    from ..conversion.hub import validate
 
     try:
         if dry_run:
@@ -64,8 +64,8 @@ def push(
             message=message,
             trust_remote_code=trust_remote_code,
         )
-    except (ValueError, OSError, HubError) as error:
-        typer.secho(str(error), err=True, fg="red")
+    except (ValueError, OSError) as error:
+        typer.secho(f"Error: {error}", err=True, fg="red")
         raise typer.Exit(1) from error
     visibility = "private" if pushed.private else "public"
     state = "is complete" if pushed.changed else "already held this folder"

@@ -25,7 +25,7 @@ def verify(
     try:
         verified = verify_folder(folder, trust_remote_code)
     except VerificationError as error:
-        typer.secho(str(error), err=True, fg="red")
+        typer.secho(f"Error: {error}", err=True, fg="red")
         raise typer.Exit(1) from error
     typer.echo(
         f"{folder}: {verified.files} files, {verified.bytes:,} bytes, all as exported; runs with {verified.code}."
