@@ -34,6 +34,7 @@ ABOUT = (*METADATA, "summary", "training_data", "limits")
 EVALUATION_KEYS = ("results", "n-shot", "versions", "n-samples", "higher_is_better")
 VERSION_KEYS = ("lm_eval_version", "transformers_version")
 CARD_SOURCES = ("about.yaml", "training.json", "recipe.yaml", "evaluation.json")
+RECIPE_SECTIONS = ("tokenizer", "data", "training", "gate_tables")  # the model's shape is in config.json
 TOKEN_ID_BYTES = 4
 
 
@@ -79,12 +80,21 @@ def _evaluation_rows(evaluation: dict) -> list[dict]:
                 {
                     "task": task,
                     "shots": evaluation.get("n-shot", {}).get(task, "not stated"),
+                    "rows": _rows_scored(evaluation.get("n-samples", {}).get(task, {})),
                     "metric": metric if variant == "none" else f"{metric} ({variant})",
                     "value": value,
                     "error": error if isinstance(error, int | float) else None,
                 }
             )
     return rows
+
+
+def _rows_scored(samples: dict) -> str:
+    """How many of a task's rows were scored: results on the first few are not results on the task."""
+    scored, all_rows = samples.get("effective"), samples.get("original")
+    if scored is None:
+        return "not stated"
+    return f"{scored:,}" if all_rows in (None, scored) else f"first {scored:,} of {all_rows:,}"
 
 
 def _fields(content: dict, prefix: str = "") -> list[tuple[str, str]]:
@@ -133,6 +143,7 @@ def render_card(name: str, model, folder: Path, has_weights: bool, has_tokenizer
         training = json.loads(paths["training.json"].read_text(encoding="utf-8"))
     if "recipe.yaml" in paths:
         recipe = yaml.safe_load(paths["recipe.yaml"].read_text(encoding="utf-8"))
+        recipe = {section: recipe[section] for section in RECIPE_SECTIONS if isinstance(recipe.get(section), dict)}
     evaluation = read_evaluation(paths["evaluation.json"]) if "evaluation.json" in paths else None
     rows = _evaluation_rows(evaluation) if evaluation else []
     harness_version = evaluation["lm_eval_version"] if evaluation else None

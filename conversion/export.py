@@ -145,6 +145,8 @@ def export_model(
             (staging / "README.md").write_text(card, encoding="utf-8")
         if problems := check_code(staging) + check_special_ids(staging) + check_privacy(staging):
             raise VerificationError(folder, problems)
+        for name in list_files(staging):
+            (staging / name).chmod(0o666 & ~_umask())  # the library leaves weights readable to their owner only
         write_manifest(staging, model)
         replace_folder(staging, folder)
     return folder

@@ -208,9 +208,7 @@ def load_model(folder: Path, dtype: str = "auto"):
     """
     model_class = find_model_class(folder)
     if not any(folder.glob("*.safetensors")):
-        raise VerificationError(
-            folder, ["it has no weights in *.safetensors. For other formats, see `egmla convert`."]
-        )
+        raise VerificationError(folder, ["it has no weights in *.safetensors. For others, see `egmla convert`."])
     try:
         model, info = model_class.from_pretrained(
             folder, use_safetensors=True, dtype=dtype, local_files_only=True, output_loading_info=True

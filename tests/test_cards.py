@@ -28,6 +28,7 @@ RESULTS = {
         "wikitext": {"word_perplexity,none": 99.5, "word_perplexity_stderr,none": "N/A"},
     },
     "n-shot": {"piqa": 0, "wikitext": 0},
+    "n-samples": {"piqa": {"original": 1838, "effective": 100}, "wikitext": {"original": 62, "effective": 62}},
     "versions": {"piqa": 1.0},
     "lm_eval_version": "0.4.13",
     "config": {"model_args": "pretrained=/home/jane/model"},
@@ -102,8 +103,8 @@ def test_sources_are_shown(make_model, tmp_path):
         "| tokens_seen | 1,234,567 |",
         "| data.files | a.txt, b.txt |",
         "Source: `training.json` and `recipe.yaml`; losses are in nats a token.",
-        "| piqa | 0 | acc | 0.5200 | 0.0100 |",
-        "| wikitext | 0 | word_perplexity | 99.5000 |  |",
+        "| piqa | first 100 of 1,838 | 0 | acc | 0.5200 | 0.0100 |",
+        "| wikitext | 62 | 0 | word_perplexity | 99.5000 |  |",
         "Measured with lm-evaluation-harness 0.4.13. Source: `evaluation.json`.",
     ):
         assert line in text, line

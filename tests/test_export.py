@@ -56,6 +56,7 @@ def test_folder_is_complete(exported):
     assert code | others | {"tokenizer_config.json", "chat_template.jinja", "model.safetensors.index.json"} <= names
     assert all((exported / name).read_bytes() == (package / name).read_bytes() for name in code)
     assert not any(path.is_dir() for path in exported.iterdir())
+    assert len({path.stat().st_mode for path in exported.iterdir()}) == 1
     assert len(list(exported.glob("model-*.safetensors"))) > 2
     auto_map = json.loads((exported / "config.json").read_text())["auto_map"]
     heads = ("", "ForCausalLM", "ForSequenceClassification", "ForTokenClassification")

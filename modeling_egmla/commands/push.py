@@ -44,6 +44,7 @@ def push(
     from ..conversion.hub import push as push_folder
     from ..conversion.hub import validate
 
+    typer.echo(f"Checking {folder}, which takes as long as loading it twice ...", err=True)
     try:
         if dry_run:
             sizes = validate(folder, trust_remote_code)
