@@ -33,6 +33,8 @@ PLAIN_NAME = re.compile(r"[\w.-]+(/[\w.-]+)*", re.ASCII)
 # What a machine that has transformers has as well.
 IMPORTABLE = sys.stdlib_module_names | {"huggingface_hub", "numpy", "packaging", "torch", "transformers"}
 OWN_PACKAGES = {"modeling_egmla", "configuration", "conversion", "model_cards"}
+# A name with a slash in one of these is a kernel on the Hub, for which the library asks no `trust_remote_code`.
+KERNEL_FIELDS = [f"{prefix}{kind}_implementation" for prefix in ("", "_") for kind in ("attn", "experts")]
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 NUM_FORWARD_IDS = 16
 # Relative error between the forward pass at export and at verification, ||a - b|| / ||b||, by dtype.
@@ -211,7 +213,12 @@ def load_model(folder: Path, dtype: str = "auto"):
         raise VerificationError(folder, ["it has no weights in *.safetensors. For others, see `egmla convert`."])
     try:
         model, info = model_class.from_pretrained(
-            folder, use_safetensors=True, dtype=dtype, local_files_only=True, output_loading_info=True
+            folder,
+            use_safetensors=True,
+            dtype=dtype,
+            attn_implementation="sdpa",  # and not what the config may name
+            local_files_only=True,
+            output_loading_info=True,
         )
     except (ValueError, OSError, RuntimeError, SafetensorError, StrictDataclassError) as error:
         raise VerificationError(folder, [f"the model does not load: {error}"]) from error
@@ -227,7 +234,13 @@ def check_code(folder: Path) -> list[str]:
     Whether the folder's code is complete: each module that `auto_map` names is there, with every module that it
     imports, and imports nothing that a machine without this package lacks. Nothing is run.
     """
-    auto_map = read_json(folder / "config.json").get("auto_map") or {}
+    config = read_json(folder / "config.json")
+    for field in KERNEL_FIELDS:
+        if "/" in str(config.get(field)):
+            return [
+                f"`{field}` in config.json is {config[field]}: the library would fetch that code and run it unasked."
+            ]
+    auto_map = config.get("auto_map") or {}
     needed = {"AutoConfig", find_model_class(folder)._auto_class} - auto_map.keys()
     if needed:
         return [f"`auto_map` in config.json lacks {', '.join(sorted(needed))}: export again."]

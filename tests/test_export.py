@@ -208,6 +208,7 @@ SPOILED = {
     "another number": (lambda f: set_weight(f, 50.0), "is not the one of the export"),
     "a tensor less": (drop_weight, "missing keys"),
     "another model": (lambda f: edit_config(f, model_type="llama"), "not an EG-MLA"),
+    "attention from the Hub": (lambda f: edit_config(f, attn_implementation="evil/kernel"), "run it unasked"),
     "a config that cannot work": (lambda f: edit_config(f, eos_token_id=97), "`eos_token_id` is 97"),
 }
 
