@@ -367,10 +367,11 @@ def test_incomplete_sources_are_refused(folder, tmp_path):
 
 def test_commands(folder, tmp_path):
     """`egmla export` and `egmla verify` say what they did, and fail with a message and exit code 1."""
+    from modeling_egmla.commands.common import Commands
     from modeling_egmla.commands.export import export as export_command
     from modeling_egmla.commands.verify import verify as verify_command
 
-    app = typer.Typer()
+    app = typer.Typer(cls=Commands)
     app.command()(export_command)
     app.command()(verify_command)
     run = CliRunner().invoke

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingA
 from typer.testing import CliRunner
 
 from modeling_egmla import EGMLAForCausalLM
+from modeling_egmla.commands.common import Commands
 from modeling_egmla.commands.pull import pull as pull_command
 from modeling_egmla.commands.push import push as push_command
 from modeling_egmla.conversion import fresh_load
@@ -101,12 +102,13 @@ def test_there_and_back(tmp_path, monkeypatch, exported, unchecked, xet):
 def test_dry_run_sends_nothing(hub, exported, monkeypatch):
     """It lists every file with its size, and no request is made."""
     monkeypatch.setattr(hub_module, "check_fresh_process", lambda folder, manifest: [])
-    app = typer.Typer()
-    app.command()(push_command)
-    result = CliRunner().invoke(app, [str(exported), REPO, "--dry-run"])
+    app = typer.Typer(cls=Commands)
+    app.command("push")(push_command)
+    app.command("pull")(pull_command)
+    result = CliRunner().invoke(app, ["push", str(exported), REPO, "--dry-run"])
     assert result.exit_code == 0, result.output
     assert all(path.name in result.output for path in exported.iterdir())
-    assert f"{len(list(exported.iterdir()))} files" in result.output and "Nothing was sent." in result.output
+    assert f"{len(list(exported.iterdir()))} files for tester/tiny; nothing was sent" in result.output
     assert hub.requests == []
 
 
@@ -434,7 +436,7 @@ def test_pull_replaces_only_with_what_is_right(published, folder, exported, tmp_
 def test_token_is_neither_shown_nor_stored(published, unchecked, tmp_path, capfd, caplog, monkeypatch):
     """Not in messages, logs or files, also not when the Hub refuses."""
     caplog.set_level(logging.DEBUG)
-    app = typer.Typer()
+    app = typer.Typer(cls=Commands)
     app.command("pull")(pull_command)
     app.command("push")(push_command)
     run = CliRunner().invoke

@@ -1,9 +1,11 @@
 """`egmla export`: write a model as a folder that is complete."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
+
+from .common import Dtype
 
 
 def export(
@@ -16,10 +18,7 @@ def export(
         Path | None, typer.Option(help="Results file of lm-evaluation-harness, for the card.", exists=True)
     ] = None,
     new_card: Annotated[bool, typer.Option("--new-card", help="Write the card anew, even if there is one.")] = False,
-    dtype: Annotated[
-        Literal["auto", "float32", "bfloat16", "float16"],
-        typer.Option(help="Type of the weights; auto is as they are stored."),
-    ] = "auto",
+    dtype: Dtype = "auto",
     max_shard_size: Annotated[str, typer.Option(help="Largest weights file.")] = "5GB",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a folder that egmla wrote before.")] = False,
 ) -> None:
@@ -42,20 +41,16 @@ def export(
     from ..conversion.verify import read_manifest
 
     about = {"license": license} if license else {}
-    try:
-        export_folder(
-            source,
-            folder,
-            dtype=dtype,
-            max_shard_size=max_shard_size,
-            evaluation=evaluation,
-            new_card=new_card,
-            overwrite=overwrite,
-            **about,
-        )
-    except (ValueError, OSError) as error:
-        typer.secho(f"Error: {error}", err=True, fg="red")
-        raise typer.Exit(1) from error
+    export_folder(
+        source,
+        folder,
+        dtype=dtype,
+        max_shard_size=max_shard_size,
+        evaluation=evaluation,
+        new_card=new_card,
+        overwrite=overwrite,
+        **about,
+    )
     listed = read_manifest(folder)["files"]
     typer.echo(f"{folder}: {len(listed)} files, {sum(entry['bytes'] for entry in listed.values()):,} bytes.")
     if "tokenizer_config.json" not in listed:

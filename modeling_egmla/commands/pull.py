@@ -26,13 +26,9 @@ def pull(
     from ..conversion.hub import pull as pull_folder
 
     folder = folder or Path(repo_id.rsplit("/", 1)[-1])
-    try:
-        commit, verified = pull_folder(
-            repo_id, folder, revision=revision, trust_remote_code=trust_remote_code, overwrite=overwrite
-        )
-    except (ValueError, OSError) as error:
-        typer.secho(f"Error: {error}", err=True, fg="red")
-        raise typer.Exit(1) from error
+    commit, verified = pull_folder(
+        repo_id, folder, revision=revision, trust_remote_code=trust_remote_code, overwrite=overwrite
+    )
     typer.echo(
         f"{folder}: {repo_id} at {commit[:12]}, {verified.files} files, {verified.bytes:,} bytes, as published; runs "
         f"with {verified.code}."

@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+from .common import console, format_bytes, plain_table
+
 
 def push(
     folder: Annotated[Path, typer.Argument(help="Folder that `egmla export` wrote.")],
@@ -37,37 +39,29 @@ def push(
     - `egmla push my-model me/my-model --dry-run`
     - `egmla push my-model me/my-model --tag v1`
     """
-    from rich.console import Console
-    from rich.filesize import decimal
-    from rich.table import Table
-
     from ..conversion.hub import push as push_folder
     from ..conversion.hub import validate
 
     typer.echo(f"Checking {folder}, which takes as long as loading it twice ...", err=True)
-    try:
-        if dry_run:
-            sizes = validate(folder, trust_remote_code)
-            table = Table("file", "size", box=None, caption="Nothing was sent.", caption_justify="left")
-            table.columns[1].justify = "right"
-            for name, size in sorted(sizes.items()):
-                table.add_row(name, decimal(size))
-            table.add_row(f"{len(sizes)} files", decimal(sum(sizes.values())))
-            Console().print(table)
-            return
-        pushed = push_folder(
-            folder,
-            repo_id,
-            branch=branch,
-            tag=tag,
-            pull_request=pull_request,
-            public=public,
-            message=message,
-            trust_remote_code=trust_remote_code,
-        )
-    except (ValueError, OSError) as error:
-        typer.secho(f"Error: {error}", err=True, fg="red")
-        raise typer.Exit(1) from error
+    if dry_run:
+        sizes = validate(folder, trust_remote_code)
+        table = plain_table(f"{len(sizes)} files for {repo_id}; nothing was sent", "file", "size")
+        for name, size in sorted(sizes.items()):
+            table.add_row(name, format_bytes(size))
+        table.add_section()
+        table.add_row("total", format_bytes(sum(sizes.values())))
+        console().print(table)
+        return
+    pushed = push_folder(
+        folder,
+        repo_id,
+        branch=branch,
+        tag=tag,
+        pull_request=pull_request,
+        public=public,
+        message=message,
+        trust_remote_code=trust_remote_code,
+    )
     visibility = "private" if pushed.private else "public"
     state = "is complete" if pushed.changed else "already held this folder"
     typer.echo(f"{pushed.repo_id} ({visibility}) {state}: {pushed.url}")

@@ -19,14 +19,9 @@ def verify(
     of the day of the export. It runs with the installed package; the folder's own code is read, and run only with
     --trust-remote-code, in a process of its own. Exits with 1 and the list of what is wrong.
     """
-    from ..conversion.verify import VerificationError
     from ..conversion.verify import verify as verify_folder
 
-    try:
-        verified = verify_folder(folder, trust_remote_code)
-    except VerificationError as error:
-        typer.secho(f"Error: {error}", err=True, fg="red")
-        raise typer.Exit(1) from error
+    verified = verify_folder(folder, trust_remote_code)
     typer.echo(
         f"{folder}: {verified.files} files, {verified.bytes:,} bytes, all as exported; runs with {verified.code}."
     )
