@@ -283,6 +283,15 @@ def test_special_ids_agree(folder, how):
     assert any(message in problem for problem in check_special_ids(folder))
 
 
+def test_tokenizer_code_is_not_run(folder, tmp_path):
+    """A tokenizer that is code in the folder is refused, and its code not run."""
+    (folder / "evil.py").write_text(f"open({str(tmp_path / 'canary')!r}, 'w')\nclass Tokenizer: pass\n")
+    auto_map = {"AutoTokenizer": ["evil.Tokenizer", None]}
+    edit_json(folder / "tokenizer_config.json", tokenizer_class="Tokenizer", auto_map=auto_map)
+    assert check_special_ids(folder) != [] and check_code(folder) != []
+    assert not (tmp_path / "canary").exists()
+
+
 def test_model_without_tokenizer(tmp_path, make_model):
     folder = export_model(make_model(), tmp_path / "model")
     assert verify(folder) and check_special_ids(folder) == []

@@ -75,6 +75,13 @@ def content(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
+def first_shard(hub: MiniHub) -> tuple[str, str]:
+    """Name and hash of a weights file."""
+    files = hub.repos[REPO].files
+    name = min(name for name in files if name.endswith(".safetensors"))
+    return name, files[name].sha256
+
+
 def leftovers(folder: Path) -> list[str]:
     return [path.name for path in folder.iterdir() if path.name not in ("server", "cache", "copy")]
 
@@ -333,7 +340,7 @@ def test_broken_download_goes_on(published, exported, tmp_path, monkeypatch):
 
 def test_pull_resumes_in_a_later_call(published, exported, tmp_path):
     """After giving up there is no folder; the next pull fetches only what is missing."""
-    stuck = published.repos[REPO].files["model-00001-of-00005.safetensors"].sha256
+    _, stuck = first_shard(published)
     published.fail("GET", stuck, cut=True, times=1000)
     with pytest.raises(HubError, match="continues where it stopped"):
         pull(REPO, tmp_path / "got")
@@ -358,11 +365,11 @@ def test_truncated_download(published, exported, tmp_path):
 
 def test_damaged_download(published, exported, tmp_path):
     """Bytes that changed on the way are noticed by their hash, and fetched anew by the next pull."""
-    sha256 = published.repos[REPO].files["model-00001-of-00005.safetensors"].sha256
+    name, sha256 = first_shard(published)
     stored = published.large_files / sha256
     whole = stored.read_bytes()
     stored.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-    with pytest.raises(HubError, match=r"model-00001-of-00005\.safetensors arrived damaged"):
+    with pytest.raises(HubError, match=f"{name} arrived damaged"):
         pull(REPO, tmp_path / "got")
     assert not (tmp_path / "got").exists()
     stored.write_bytes(whole)
