@@ -87,23 +87,39 @@ def folder_logits(
             "`input_ids` [B, S] and the model's `logits` [B, S, V] to a safetensors file and give it as "
             "--reference-logits, or pass --no-check."
         )
-    return load_library_model(folder)(input_ids, use_cache=False).logits
+    return load_library_model(folder, checkpoint)(input_ids, use_cache=False).logits
 
 
-def load_library_model(folder: Path):
+@torch.no_grad()
+def load_library_model(folder: Path, checkpoint: Checkpoint):
     """
     Loads a folder through the library, in float32 and evaluation mode.
 
-    Raises:
-        ConversionError: tensors are missing, unexpected or of a wrong shape.
-    """
-    from transformers import AutoModelForCausalLM
+    8-bit weights come dequantised from `checkpoint`: the library's own way needs a GPU, or blocks that divide weights.
 
-    model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    Raises:
+        ConversionError: the library cannot load the folder, or does not find all tensors in it.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    if checkpoint.dequantised:
+        config = AutoConfig.from_pretrained(folder)
+        del config.quantization_config
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        for name, parameter in model.named_parameters():
+            parameter.copy_(checkpoint.read(name))
+        return model.eval()
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    except (OSError, RuntimeError, ValueError, KeyError) as error:
+        raise ConversionError(
+            f"The library cannot load {folder} ({error!r}), so logits cannot be compared. Give --reference-logits, or "
+            "pass --no-check."
+        ) from error
     for kind in ("missing_keys", "mismatched_keys"):
         if info.get(kind):
             raise ConversionError(f"The library loads {folder} with {kind.replace('_', ' ')}: {sorted(info[kind])}.")
-    return model.float().eval()
+    return model.eval()
 
 
 def read_reference(path: Path) -> tuple[torch.Tensor, torch.Tensor]:

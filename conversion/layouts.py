@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 
 from ..configuration_egmla import EGMLAConfig
 from .checkpoint import ConversionError, Fp8Blocks
@@ -338,7 +339,10 @@ def read_config(layout: Layout, folder: Path, raw_config: Mapping[str, Any]) -> 
     if layout.name in LIBRARY_LAYOUTS:
         from transformers import AutoConfig
 
-        theirs = AutoConfig.from_pretrained(folder)
+        try:
+            theirs = AutoConfig.from_pretrained(folder)
+        except (StrictDataclassError, ValueError, TypeError, KeyError) as error:
+            raise ConversionError(f"The library cannot read {folder / 'config.json'}: {error}") from error
         values = {key: getattr(theirs, key) for key in layout.config.values()}
         _refuse_other_architectures(theirs)
         scales = {name: float(factor(theirs)) for name, factor in layout.scales.items()}
@@ -352,8 +356,8 @@ def read_config(layout: Layout, folder: Path, raw_config: Mapping[str, Any]) -> 
         changes |= _read_original_rope(values)
     try:
         return EGMLAConfig(**changes), scales
-    except (ValueError, TypeError) as error:
-        raise ConversionError(f"The settings of {folder} give no EG-MLA model: {error}") from error
+    except (StrictDataclassError, ValueError, TypeError) as error:
+        raise ConversionError(f"The settings of {folder} give no EG-MLA model: {error.__cause__ or error}") from error
 
 
 def write_config(layout: Layout, config: EGMLAConfig) -> dict[str, Any] | None:
