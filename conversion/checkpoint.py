@@ -18,6 +18,9 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import SafetensorError, safe_open
 
 
+STEMS = ("model.safetensors", "pytorch_model.bin")  # names of the library's weight files, of which the first counts
+
+
 class ConversionError(ValueError):
     """A checkpoint cannot be converted; the message names the tensor, field or file, and the remedy."""
 
@@ -71,6 +74,7 @@ class Checkpoint:
         tensors (`dict[str, TensorInfo]`): every tensor by name; scales of 8-bit tensors are part of these and left
             out.
         dequantised (`list[str]`): names of the tensors that are stored in 8 bits.
+        files (`tuple[str, ...]`): files that hold the tensors, or say where they are.
 
     Raises:
         ConversionError: no weights, a damaged or hostile file, an index that does not fit its files, or 8-bit weights
@@ -83,6 +87,7 @@ class Checkpoint:
         self.fp8 = fp8
         self.tensors: dict[str, TensorInfo] = {}
         files, index = _find_files(self.folder)
+        self.files = (*files, *(f"{stem}.index.json" for stem in STEMS))
         for file in files:
             for name, tensor in self._describe(file).items():
                 if name in self.tensors:
@@ -203,7 +208,7 @@ def _write_safetensors(
 
 def _find_files(folder: Path) -> tuple[list[str], dict[str, str] | None]:
     """Weight files of a folder and, if there is an index, which file it says that each tensor lies in."""
-    for stem in ("model.safetensors", "pytorch_model.bin"):
+    for stem in STEMS:
         index_path = folder / f"{stem}.index.json"
         if index_path.is_file():
             try:

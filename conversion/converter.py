@@ -31,7 +31,7 @@ from .checking import (
 )
 from .checkpoint import WEIGHT_DTYPES, Checkpoint, ConversionError, write_checkpoint
 from .folders import leftovers, new_folder, refuse_existing
-from .gating import basis_of_layers, fit_norms, stands_for, with_gate
+from .gating import Bases, fit_norms, stands_for, with_gate
 from .layouts import (
     LAYOUTS,
     Layout,
@@ -63,8 +63,6 @@ CARRIED = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.tiktoken", "*.model"),
     *("chat_template*", "additional_chat_templates/*", "generation_config.json", "LICENSE*", "NOTICE*"),
 )
-# Files that are replaced or have served.
-REPLACED = ("config.json", "*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.pth")
 WINDOW = 256  # tokens in a piece of calibration text
 
 
@@ -173,12 +171,13 @@ def convert(
     config, scales = read_config(source_layout, source, raw_config)
     checkpoint = Checkpoint(source, source_layout.checkpoint_key, read_fp8(source_layout, raw_config, dtype))
     original, report.inventory = source_weights(checkpoint, source_layout, config, scales, drop, dtype)
-    weights = original
+    weights, bases = original, None
     if gate != "none":
         wide = source_weights(checkpoint, source_layout, config, scales, drop, torch.float32)[0]
-        weights, report.stages = _start_gate(
-            wide, gate, gate_dim, gate_norm, calibration, calibration_tokens, source, report.notes
-        )
+        # Calibration builds a model at each stage, so that bases are worth their memory.
+        bases = Bases(wide, keep=calibration is not None) if gate_norm == "layer_norm" else None
+        windows = None if calibration is None else _windows(calibration, calibration_tokens, source, config)
+        weights, report.stages = _start_gate(wide, gate, gate_dim, gate_norm, bases, windows, report.notes)
         weights = with_dtypes(weights, lambda name: original.dtype(stands_for(name)))
     elif calibration is not None:
         raise ConversionError("Calibration text is for a start with a gate: give --gate multiply too.")
@@ -214,12 +213,18 @@ def convert(
             max_shard_size,
             written=lambda name: progress(next(done), len(names)),
         )
+        if bases is not None:
+            before, after = (max(spreads) for spreads in zip(*bases.spreads.values()))
+            report.notes.append(
+                f"largest over smallest singular value of the up-projection, worst layer: {before:.4g} before the "
+                f"change of basis, {after:.4g} after; at 1 the gate's LayerNorm changes nothing"
+            )
         written = Checkpoint(folder)  # the files can be opened and hold all tensors
         if written.tensors.keys() != empty.keys():
             raise ConversionError(f"{folder} does not hold what was written: the disk may be full or failing.")
         model_dtype = weights.dtype("model.layers.0.self_attn.o_proj.weight")
         raw_written = _write_configs(folder, target_layout, weights.config, written_config, model_dtype)
-        _carry_files(source, folder, weights.config, report)
+        _carry_files(source, folder, weights.config, checkpoint.files, report)
         if check:
             if reference_logits is not None:
                 input_ids, reference = read_reference(Path(reference_logits))
@@ -274,30 +279,19 @@ def _start_gate(
     gate: str,
     gate_dim: int,
     norm: str,
-    calibration: str | Path | torch.Tensor | None,
-    calibration_tokens: int,
-    source: Path,
+    bases: Bases | None,
+    windows: torch.Tensor | None,
     notes: list[str],
 ) -> tuple[Weights, dict[str, TextScore]]:
-    """An EG-MLA model from an MLA model, and how it does at every stage."""
+    """An EG-MLA model from an MLA model, and how it does at every stage on the last quarter of `windows` [N, S]."""
     if weights.config.kv_gate != "none":
         raise ConversionError(f"The source has gates already (`kv_gate` is {weights.config.kv_gate!r}).")
-    gated = with_gate(weights, gate, gate_dim, norm)
-    if norm == "layer_norm":
-        basis = basis_of_layers(weights)
-        config = weights.config
-        spreads = [basis(group * config.layer_group_size) for group in range(config.num_layer_groups)]
-        before, after = max(b.spread_before for b in spreads), max(b.spread_after for b in spreads)
-        notes.append(
-            f"largest over smallest singular value of the up-projection, worst layer: {before:.4g} before the change "
-            f"of basis, {after:.4g} after; at 1 the gate's LayerNorm changes nothing"
-        )
-    if calibration is None:
+    gated = with_gate(weights, gate, gate_dim, norm, bases=bases)
+    if windows is None:
         if norm == "layer_norm":
             notes.append("the gate's LayerNorm was not fitted and no loss measured: give text with --calibration")
         return gated, {}
 
-    windows = _windows(calibration, calibration_tokens, source, weights.config)
     held_out = max(len(windows) // 4, 1)
     fit_on, measure_on = windows[:-held_out], windows[-held_out:]
     model = build_model(weights)
@@ -308,8 +302,8 @@ def _start_gate(
     stages = {"source": score_text(model, model, measure_on)}
     if norm == "none":
         return gated, {**stages, "neutral gate": score(gated)}
-    naive = with_gate(weights, gate, gate_dim, norm, change_basis=False)
-    fitted = with_gate(weights, gate, gate_dim, norm, fitted=fit_norms(model, gated, fit_on))
+    naive = with_gate(weights, gate, gate_dim, norm)
+    fitted = with_gate(weights, gate, gate_dim, norm, bases=bases, fitted=fit_norms(model, gated, fit_on))
     stages["neutral gate, LayerNorm as it is initialised"] = score(naive)
     stages["change of basis"] = before = score(gated)
     stages["LayerNorm fitted"] = after = score(fitted)
@@ -375,7 +369,7 @@ def _write_configs(
     return read_raw_config(path)
 
 
-def _carry_files(source: Path, folder: Path, config: EGMLAConfig, report: Report) -> None:
+def _carry_files(source: Path, folder: Path, config: EGMLAConfig, converted: Sequence[str], report: Report) -> None:
     """Copies tokenizer, chat template, generation config and licence, and says which files stay behind."""
     for path in sorted(source.rglob("*")):
         relative = path.relative_to(source)
@@ -386,7 +380,7 @@ def _carry_files(source: Path, folder: Path, config: EGMLAConfig, report: Report
             destination.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, destination)
             report.carried.append(str(relative))
-        elif not any(fnmatchcase(relative.as_posix(), pattern) for pattern in REPLACED):
+        elif relative.as_posix() not in converted and not (folder / relative).exists():
             report.left.append(str(relative))
     tokenizer_config = folder / "tokenizer_config.json"
     if tokenizer_config.is_file():

@@ -81,13 +81,46 @@ def near_isometry(kv_b: torch.Tensor, latent_weight: torch.Tensor, num_heads: in
     return Basis(*bases, spread_before=_spread(up), spread_after=_spread(after))
 
 
+class Bases:
+    """
+    The [`Basis`] of every layer of an MLA model, found when it is asked for; layers of one group share it.
+
+    Args:
+        weights: of the model.
+        keep: remember all of them; otherwise the last one only, which does where tensors are read layer by layer.
+
+    Attributes:
+        spreads: `spread_before` and `spread_after` of every layer group whose basis was asked for.
+    """
+
+    def __init__(self, weights: Weights, keep: bool = False):
+        self.weights = weights
+        self.spreads: dict[int, tuple[float, float]] = {}
+        self._of_group = lru_cache(maxsize=None if keep else 1)(self._find)
+
+    def __call__(self, layer: int) -> Basis:
+        return self._of_group(layer // self.weights.config.layer_group_size)
+
+    def _find(self, group: int) -> Basis:
+        config = self.weights.config
+        prefix = f"model.layers.{group * config.layer_group_size}.self_attn"
+        basis = near_isometry(
+            self.weights.read(f"{prefix}.kv_b_proj.weight"),
+            self.weights.read(f"{prefix}.kv_a_layernorm.weight"),
+            config.num_attention_heads,
+            config.qk_nope_head_dim,
+        )
+        self.spreads[group] = (basis.spread_before, basis.spread_after)
+        return basis
+
+
 def with_gate(
     weights: Weights,
     gate: str,
     gate_dim: int,
     norm: str,
     *,
-    change_basis: bool = True,
+    bases: Bases | None = None,
     fitted: Mapping[int, tuple[torch.Tensor, torch.Tensor]] | None = None,
     seed: int = 0,
 ) -> Weights:
@@ -99,20 +132,19 @@ def with_gate(
         gate: `"multiply"` (gates of one) or `"add"` (gates of zero).
         gate_dim: width of the gate tables.
         norm: `"none"`, which leaves the model as it is, or `"layer_norm"`, which does so as far as the bases allow.
-        change_basis: change the bases of keys and values for a LayerNorm; without, the LayerNorm is just put in.
+        bases: of keys and values, chosen for a LayerNorm; without, they stay as they are.
         fitted: LayerNorm weight and bias of every layer, [D] each, in the place of ones and zeros.
         seed: of the random part of the projection, which meets zeros at first and lets the tables learn.
     """
     mla = weights.config
     config = with_config(mla, kv_gate=gate, kv_gate_dim=gate_dim, kv_gate_norm=norm)
     shapes = expected_tensors(config)
-    basis = basis_of_layers(weights) if norm == "layer_norm" and change_basis else None
 
     def read(name: str) -> torch.Tensor:
         layer = layer_of(name)
         if ".kv_gate_" not in name:
             tensor = weights.read(name)
-            return tensor if basis is None or layer is None else _in_basis(name, tensor, basis(layer), mla)
+            return tensor if bases is None or layer is None else _in_basis(name, tensor, bases(layer), mla)
         if name.endswith("kv_gate_embed.weight"):
             tensor = torch.zeros(shapes[name])
             if gate == "multiply":
@@ -137,23 +169,6 @@ def with_gate(
 def stands_for(name: str) -> str:
     """Name of the tensor whose dtype a tensor takes: its own or, of a gate, that of the layer's output projection."""
     return f"{name.partition('.kv_gate_')[0]}.o_proj.weight" if ".kv_gate_" in name else name
-
-
-def basis_of_layers(weights: Weights):
-    """Returns a function from a layer to its [`Basis`]; layers of one group share it."""
-    config = weights.config
-
-    @lru_cache(maxsize=1)  # tensors are read layer by layer
-    def of_group(group: int) -> Basis:
-        prefix = f"model.layers.{group * config.layer_group_size}.self_attn"
-        return near_isometry(
-            weights.read(f"{prefix}.kv_b_proj.weight"),
-            weights.read(f"{prefix}.kv_a_layernorm.weight"),
-            config.num_attention_heads,
-            config.qk_nope_head_dim,
-        )
-
-    return lambda layer: of_group(layer // config.layer_group_size)
 
 
 @torch.no_grad()
