@@ -34,6 +34,7 @@ from .folders import leftovers, new_folder, refuse_existing
 from .gating import Bases, fit_norms, stands_for, with_gate
 from .layouts import (
     LAYOUTS,
+    LIBRARY_LAYOUTS,
     Layout,
     detect_layout,
     get_layout,
@@ -61,7 +62,7 @@ from .weights import (
 # Files that belong to a model beside its weights and its config.
 CARRIED = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.tiktoken", "*.model"),
-    *("chat_template*", "additional_chat_templates/*", "generation_config.json", "LICENSE*", "NOTICE*"),
+    *("chat_template*", "additional_chat_templates", "generation_config.json", "LICENSE*", "NOTICE*"),
 )
 WINDOW = 256  # tokens in a piece of calibration text
 
@@ -130,7 +131,7 @@ def convert(
         source, target: folders.
         layout: layout of the source, by name or as a .yaml file; by default its config.json tells.
         to: layout of the target; by default `"egmla"`.
-        config_file: the source's config.json, if it lies elsewhere.
+        config_file: the source's config.json, if it lies elsewhere (not for the library's own layouts).
         rope_layout: `"pairs"` or `"halves"`: how rotary channels lie in the target; `"keep"` as in the source, or as
             the target's layout wants them.
         dtype: of the target's tensors; by default the source's, bfloat16 for what is stored in 8 bits.
@@ -158,8 +159,8 @@ def convert(
         raise ConversionError(
             f"{source} is no folder. Fetch a model from the Hub first: hf download ID --local-dir DIR."
         )
-    if target.exists() and source.resolve() == target.resolve():
-        raise ConversionError("Source and target are the same folder: choose another target.")
+    if source.resolve().is_relative_to(target.resolve()):
+        raise ConversionError("The source is the target or lies in it: choose another target.")
 
     source_layout, raw_config = _source_layout(source, layout, config_file)
     target_layout = get_layout(to or "egmla")
@@ -209,7 +210,7 @@ def convert(
         write_checkpoint(
             folder,
             empty,
-            lambda theirs: weights.read(names[theirs]),
+            lambda theirs: _finite(theirs, weights.read(names[theirs])),
             max_shard_size,
             written=lambda name: progress(next(done), len(names)),
         )
@@ -244,12 +245,23 @@ def convert(
     return report
 
 
+def _finite(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    if not torch.isfinite(tensor).all():
+        raise ConversionError(
+            f"Tensor {name} holds values that are not finite in {str(tensor.dtype).removeprefix('torch.')}: the "
+            "source is damaged, or its values need a wider --dtype."
+        )
+    return tensor
+
+
 def _source_layout(source: Path, layout: str | None, config_file: str | Path | None) -> tuple[Layout, dict[str, Any]]:
     path = Path(config_file) if config_file is not None else source / "config.json"
     if layout is None:
         raw_config = read_raw_config(path)
         return detect_layout(source, raw_config), raw_config
     found = get_layout(layout)
+    if config_file is not None and found.name in LIBRARY_LAYOUTS:
+        raise ConversionError(f"Layout {found.name} reads the config.json of its folder: put {config_file} there.")
     if not found.config and not path.is_file():
         return found, {}  # its constants say everything
     return found, read_raw_config(path)
@@ -354,13 +366,16 @@ def _write_configs(
         custom_object_save(model, folder, config=model.config)
         model.config.save_pretrained(folder)
         GenerationConfig.from_model_config(config).save_pretrained(folder)
-    elif layout.name in LAYOUTS and layout.name != "deepseek":
+    elif layout.name in LIBRARY_LAYOUTS:
         from transformers import AutoConfig, AutoModelForCausalLM
 
-        theirs = AutoConfig.for_model(
-            layout.name, **written, first_k_dense_replace=config.num_hidden_layers, num_nextn_predict_layers=0
-        )
-        theirs.num_key_value_heads = config.num_attention_heads
+        written |= {
+            "first_k_dense_replace": config.num_hidden_layers,
+            "num_key_value_heads": config.num_attention_heads,
+        }
+        if layout.name == "deepseek_v3":
+            written["num_mtp_layers"] = 0
+        theirs = AutoConfig.for_model(layout.name, **written)
         theirs.architectures, theirs.dtype = [AutoModelForCausalLM._model_mapping[type(theirs)].__name__], dtype
         theirs.save_pretrained(folder)
         GenerationConfig.from_model_config(theirs).save_pretrained(folder)
@@ -371,17 +386,15 @@ def _write_configs(
 
 def _carry_files(source: Path, folder: Path, config: EGMLAConfig, converted: Sequence[str], report: Report) -> None:
     """Copies tokenizer, chat template, generation config and licence, and says which files stay behind."""
-    for path in sorted(source.rglob("*")):
-        relative = path.relative_to(source)
-        if not path.is_file() or relative.parts[0].startswith("."):
-            continue
-        if any(fnmatchcase(relative.as_posix(), pattern) for pattern in CARRIED):
-            destination = folder / relative
-            destination.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(path, destination)
-            report.carried.append(str(relative))
-        elif relative.as_posix() not in converted and not (folder / relative).exists():
-            report.left.append(str(relative))
+    for path in sorted(source.iterdir()):
+        if path.is_dir() and path.name in CARRIED:
+            shutil.copytree(path, folder / path.name)
+            report.carried.append(f"{path.name}/")
+        elif path.is_file() and any(fnmatchcase(path.name, pattern) for pattern in CARRIED):
+            shutil.copyfile(path, folder / path.name)
+            report.carried.append(path.name)
+        elif path.name not in converted and not (folder / path.name).exists():
+            report.left.append(f"{path.name}/" if path.is_dir() else path.name)
     tokenizer_config = folder / "tokenizer_config.json"
     if tokenizer_config.is_file():
         if "auto_map" in json.loads(tokenizer_config.read_text(encoding="utf-8")):

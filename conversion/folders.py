@@ -22,7 +22,7 @@ def new_folder(target: str | Path, force: bool = False) -> Iterator[Path]:
         force: replace a `target` that exists, at once and only when the new folder is complete.
 
     Raises:
-        FileExistsError: `target` exists and `force` is false, or it is not a folder.
+        FileExistsError: `target` exists and `force` is false, or it is no folder of a model.
     """
     target = Path(target).absolute()
     refuse_existing(target, force)
@@ -42,8 +42,12 @@ def refuse_existing(target: Path, force: bool) -> None:
     """Raises a `FileExistsError` if writing to `target` would touch what is there."""
     if target.is_symlink() or (target.exists() and not target.is_dir()):
         raise FileExistsError(f"{target} exists and is not a folder: choose another name.")
-    if target.exists() and not force and any(target.iterdir()):
+    if not target.exists() or not any(target.iterdir()):
+        return
+    if not force:
         raise FileExistsError(f"{target} exists already: choose another name, or replace it with --force.")
+    if not (target / "config.json").is_file():
+        raise FileExistsError(f"{target} has no config.json, so it is no model that --force would replace: remove it.")
 
 
 def leftovers(target: str | Path) -> list[Path]:

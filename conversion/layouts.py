@@ -340,7 +340,9 @@ def read_config(layout: Layout, folder: Path, raw_config: Mapping[str, Any]) -> 
         from transformers import AutoConfig
 
         try:
-            theirs = AutoConfig.from_pretrained(folder)
+            theirs = AutoConfig.for_model(
+                layout.name, **{key: value for key, value in raw_config.items() if key != "model_type"}
+            )
         except (StrictDataclassError, ValueError, TypeError, KeyError) as error:
             raise ConversionError(f"The library cannot read {folder / 'config.json'}: {error}") from error
         values = {key: getattr(theirs, key) for key in layout.config.values()}

@@ -310,10 +310,11 @@ def test_files_beside_the_weights_are_carried(copied, tmp_path):
     save_tokenizer(folder, chat_template="{{ messages[0].content }}")
     (folder / "generation_config.json").write_text(json.dumps({"temperature": 0.3, "do_sample": True}))
     (folder / "notes.txt").write_text("mine")
+    (folder / "checkpoint-10").mkdir()
     report = convert(folder, tmp_path / "out")
     assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template == "{{ messages[0].content }}"
     assert EGMLAForCausalLM.from_pretrained(tmp_path / "out").generation_config.temperature == 0.3
-    assert report.left == ["notes.txt"]
+    assert report.left == ["checkpoint-10/", "notes.txt"]
 
 
 def save_tokenizer(folder: Path, **settings) -> None:
@@ -423,6 +424,25 @@ def test_unexpected_tensors_can_be_dropped(copied, tmp_path):
     report = convert(folder, tmp_path / "out", drop=["model.layers.2.*"])
     assert report.inventory.dropped == ("model.layers.2.eh_proj.weight",)
     assert report.inventory.derived == ("model.layers.0.self_attn.rotary_emb.inv_freq",)
+
+
+def test_values_that_do_not_fit_a_dtype(copied, tmp_path):
+    """A value that overflows in the dtype that was asked for, or is no number, is named also without the check."""
+    folder = single_file(copied("deepseek_v2"), lambda content: content["model.norm.weight"].fill_(1e6))
+    with pytest.raises(ConversionError, match=r"model\.norm\.weight holds values that are not finite in float16"):
+        convert(folder, tmp_path / "out", dtype=torch.float16, check=False)
+
+
+def test_settings_as_older_files_have_them(copied, tmp_path):
+    """MiniCPM3's published config.json has `rope_scaling` with `type`, and no `v_head_dim`."""
+    folder = copied("minicpm3")
+    config = json.loads((folder / "config.json").read_text())
+    rope = config.pop("rope_parameters")
+    config |= {"rope_theta": rope.pop("rope_theta"), "rope_scaling": {**rope, "type": rope.pop("rope_type")}}
+    (folder / "config.json").write_text(json.dumps(config))
+    convert(folder, tmp_path / "out")
+    assert EGMLAConfig.from_pretrained(tmp_path / "out").rope_parameters["rope_type"] == "longrope"
+    torch.testing.assert_close(logits(tmp_path / "out"), logits(folder), atol=2e-5, rtol=0)
 
 
 def test_tied_head_in_the_file(copied, tmp_path):
@@ -586,6 +606,16 @@ def test_existing_target_is_replaced_whole_or_not_at_all(sources, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         convert(sources["deepseek_v3"], tmp_path / "new", progress=interrupt)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
+
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/letter.txt").write_text("keep")
+    for folder, message in ((tmp_path / "mine", "no model"), (sources["deepseek_v3"].parent, "no model")):
+        with pytest.raises(FileExistsError, match=message):
+            convert(sources["deepseek_v3"], folder, force=True)
+    with pytest.raises(ConversionError, match="is the target"):
+        convert(sources["deepseek_v3"], sources["deepseek_v3"], force=True)
+    (tmp_path / "mine/letter.txt").unlink()
+    (tmp_path / "mine").rmdir()
 
     convert(sources["deepseek_v3"], target, force=True)
     torch.testing.assert_close(logits(target), logits(sources["deepseek_v3"]), atol=2e-5, rtol=0)
