@@ -63,6 +63,10 @@ class EGMLAMLP(DeepseekV3MLP):
     pass
 
 
+class EGMLAGateProjection(nn.Linear):
+    """Projects rows of a gate table to the width of K/V; a class of its own for its initial scale."""
+
+
 def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleave: bool) -> torch.Tensor:
     """
     Rotates the channels of `x` by position.
@@ -124,7 +128,7 @@ class EGMLAAttention(nn.Module):
         if self.kv_gate != "none":
             # No padding_idx: it would freeze the gate of the padding id at zero, and that id often is eos as well.
             self.kv_gate_embed = nn.Embedding(config.vocab_size, config.kv_gate_dim)
-            self.kv_gate_proj = nn.Linear(config.kv_gate_dim, config.kv_width, bias=False)
+            self.kv_gate_proj = EGMLAGateProjection(config.kv_gate_dim, config.kv_width, bias=False)
             self.kv_gate_norm = (
                 nn.LayerNorm(config.kv_width, eps=config.kv_gate_norm_eps)
                 if config.kv_gate_norm == "layer_norm"
@@ -273,7 +277,7 @@ class EGMLAPreTrainedModel(PreTrainedModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules = ["EGMLADecoderLayer"]
-    _skip_keys_device_placement = ["cache", "past_key_values"]
+    _skip_keys_device_placement = ["cache"]
     _supports_flash_attn = True
     _supports_sdpa = True
     _supports_flex_attn = True
@@ -281,11 +285,10 @@ class EGMLAPreTrainedModel(PreTrainedModel):
     _supports_attention_backend = True
     _can_record_outputs = {"hidden_states": EGMLADecoderLayer, "attentions": EGMLAAttention}
 
-    @torch.no_grad()
     def _init_weights(self, module):
         super()._init_weights(module)
-        if isinstance(module, EGMLAAttention) and module.kv_gate != "none":
-            init.normal_(module.kv_gate_proj.weight, mean=0.0, std=self.config.kv_gate_dim**-0.5)
+        if isinstance(module, EGMLAGateProjection):
+            init.normal_(module.weight, mean=0.0, std=module.in_features**-0.5)
 
     def resize_token_embeddings(
         self,
