@@ -1,5 +1,6 @@
 """Does a converted model compute what its source computes? Logits on the same tokens, and loss on text."""
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ class Comparison:
 
     @property
     def passed(self) -> bool:
-        return self.threshold is None or self.relative <= self.threshold  # not a number is not below
+        return math.isfinite(self.relative) and (self.threshold is None or self.relative <= self.threshold)
 
     def __str__(self) -> str:
         bound = "no threshold" if self.threshold is None else f"threshold {self.threshold:g}"

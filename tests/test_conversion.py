@@ -238,6 +238,11 @@ def test_bin_shards(sources, copied, tmp_path):
     assert Checkpoint(nested, key="model").tensors.keys() == tensors(tmp_path / "out").keys()
     with pytest.raises(ConversionError, match="checkpoint_key"):
         Checkpoint(nested)
+    torch.save(tensors(tmp_path / "out"), nested / "last.pt", _use_new_zipfile_serialization=False)
+    assert torch.equal(Checkpoint(nested).read("model.norm.weight"), tensors(tmp_path / "out")["model.norm.weight"])
+    (nested / "last.pt").write_bytes((nested / "last.pt").read_bytes()[:-5000])
+    with pytest.raises(ConversionError, match="cut short or damaged"):
+        Checkpoint(nested)
 
 
 def test_dtype(sources, tmp_path):
@@ -431,6 +436,10 @@ def test_values_that_do_not_fit_a_dtype(copied, tmp_path):
     folder = single_file(copied("deepseek_v2"), lambda content: content["model.norm.weight"].fill_(1e6))
     with pytest.raises(ConversionError, match=r"model\.norm\.weight holds values that are not finite in float16"):
         convert(folder, tmp_path / "out", dtype=torch.float16, check=False)
+    single_file(folder, lambda content: content["model.norm.weight"][3:4].fill_(torch.nan))
+    for dtype in (None, torch.bfloat16):
+        with pytest.raises(ConversionError, match="not finite"):
+            convert(folder, tmp_path / "out", dtype=dtype, check=False)
 
 
 def test_settings_as_older_files_have_them(copied, tmp_path):
@@ -489,9 +498,15 @@ def test_damaged_files(copied, tmp_path):
         path.unlink()
     with pytest.raises(ConversionError, match="holds no weights"):
         convert(folder, tmp_path / "out")
+    torch.save(torch.load, folder / "pytorch_model.bin")
+    content = (folder / "pytorch_model.bin").read_bytes()
+    (folder / "pytorch_model.bin").write_bytes(content[: len(content) // 2])
+    with pytest.raises(ConversionError, match="cut short or damaged"):
+        convert(folder, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 def test_hostile_pickle_runs_nothing(copied, tmp_path):
     """A .bin that would run code when unpickled is refused, and its code is not run."""
     folder, proof = copied("deepseek_v2"), tmp_path / "it ran"
@@ -678,7 +693,7 @@ def test_memory_stays_near_the_largest_tensor(tmp_path):
     assert result.returncode == 0, result.stderr
     assert len(list((tmp_path / "in").glob("*.safetensors"))) >= 4
     assert size > 16 * largest
-    assert int(result.stdout) < 4 * largest < size / 4
+    assert int(result.stdout) < 3 * largest < size / 4, int(result.stdout)
 
 
 # The command.

@@ -115,9 +115,9 @@ def convert(
 
     A checkpoint with other names needs a table of them: see docs/conversion.md.
 
-    Memory stays near three times the largest tensor; the check holds one whole model at a time in float32, calibration
-    two. TARGET appears when everything is written and checked, and not before. The exit status is 1 if something
-    is missing, unexpected or different.
+    Tensors pass one at a time, so memory stays near the largest; the check holds one whole model at a time in float32,
+    calibration two. TARGET appears when everything is written and checked, and not before. The exit status is 1 if
+    something is missing, unexpected or different.
     """
     from rich.console import Console
     from rich.progress import Progress
