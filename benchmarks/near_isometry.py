@@ -1,6 +1,6 @@
 """
-How near to an isometry random up-projections come by the changes of basis that `egmla convert --gate` makes: the table in
-docs/conversion.md. Needs no data; about a minute on one core.
+How near to an isometry random up-projections come by the changes of basis that `egmla convert --gate` makes: the table
+in docs/conversion.md. Needs no data; about a minute on one core.
 
     python benchmarks/near_isometry.py
 """
