@@ -102,14 +102,18 @@ def source_weights(
     if tied and scales:
         theirs["lm_head.weight"] = embedding
 
+    used = set(theirs.values())
     missing = [name for name in theirs.values() if name not in checkpoint.tensors]
-    rest = [name for name in checkpoint.tensors if name not in set(theirs.values())]
+    rest = [name for name in checkpoint.tensors if name not in used]
     derived = tuple(name for name in rest if layout.is_derived(name))
     dropped = tuple(name for name in rest if name not in derived and any(fnmatchcase(name, p) for p in drop))
     duplicates = tuple(
         name
         for name in rest
-        if tied and name == head and not missing and torch.equal(checkpoint.read(name), checkpoint.read(embedding))
+        if tied
+        and name == head
+        and embedding in checkpoint.tensors
+        and torch.equal(checkpoint.read(name), checkpoint.read(embedding))
     )
     unexpected = [name for name in rest if name not in (*derived, *dropped, *duplicates)]
     wrong = [
@@ -154,7 +158,7 @@ def source_weights(
         derived=derived,
         duplicates=duplicates,
         scaled=tuple(sorted({layer_pattern(name) for name in wanted if factor(name) != 1.0})),
-        dequantised=tuple(name for name in checkpoint.dequantised if name in set(theirs.values())),
+        dequantised=tuple(name for name in checkpoint.dequantised if name in used),
     )
     return Weights(config, read, dtype_of), inventory
 
