@@ -3,6 +3,7 @@
 import typer
 
 from .common import Commands
+from .convert import convert
 from .demo import demo
 from .eval import evaluate
 from .generate import generate
@@ -36,6 +37,7 @@ app.command()(plan)
 app.command()(demo)
 app.command("eval")(evaluate)
 app.command()(train)
+app.command()(convert)
 
 
 def main() -> None:
