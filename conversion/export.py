@@ -1,20 +1,15 @@
 """Writes a model as a folder that is complete: it loads, checks and publishes without anything else."""
 
-import contextlib
-import ctypes
 import json
 import os
 import re
-import shutil
-import sys
-import tempfile
-from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
 
 import yaml
 
 from . import cards
+from .folders import new_folder, umask
 from .verify import (
     VerificationError,
     check_code,
@@ -30,8 +25,6 @@ from .verify import (
 
 MAX_SHARD_SIZE = "5GB"
 LICENSE_FILES = ("LICENSE*", "LICENCE*", "NOTICE*")
-CURRENT_DIRECTORY = -100  # AT_FDCWD
-RENAME_EXCHANGE = 2
 
 
 def export(
@@ -133,7 +126,7 @@ def export_model(
         raise TypeError(f"Only EG-MLA models can be exported, not a {type(model).__name__}: unwrap or merge it first.")
     folder = Path(folder)
     check_target(folder, overwrite)
-    with staging_folder(folder) as staging:
+    with new_folder(folder, force=overwrite) as staging:
         _write_model(model, staging, tokenizer, max_shard_size)
         for path in extra_files:
             _copy_without_paths(path, staging / path.name)
@@ -146,9 +139,8 @@ def export_model(
         if problems := check_code(staging) + check_special_ids(staging) + check_privacy(staging):
             raise VerificationError(folder, problems)
         for name in list_files(staging):
-            (staging / name).chmod(0o666 & ~_umask())  # the library leaves weights readable to their owner only
+            (staging / name).chmod(0o666 & ~umask())  # the library leaves weights readable to their owner only
         write_manifest(staging, model)
-        replace_folder(staging, folder)
     return folder
 
 
@@ -224,56 +216,3 @@ def _without_paths(content):
     if isinstance(content, str):
         return re.sub(r"(?<!\S)(?:~|[A-Za-z]:)?[/\\](?:[^\s/\\]+[/\\])+", "", content)
     return content
-
-
-@contextlib.contextmanager
-def staging_folder(folder: Path) -> Iterator[Path]:
-    """A new folder beside `folder`, on the same disk, that is removed unless it was renamed by then."""
-    folder = folder.absolute()
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".partial", dir=folder.parent))
-    staging.chmod(0o777 & ~_umask())
-    try:
-        yield staging
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
-
-
-def replace_folder(new: Path, folder: Path) -> None:
-    """
-    Gives `new` the name of `folder`, and removes what had it.
-
-    On Linux the two are exchanged in one step. Where the system cannot, the old folder is first renamed to
-    `.<name>.old`, where a crash between the two renames leaves it.
-    """
-    if not folder.exists():
-        new.rename(folder)
-    elif not any(folder.iterdir()):
-        folder.rmdir()
-        new.rename(folder)
-    elif _exchange(new, folder):
-        shutil.rmtree(new)
-    else:
-        old = folder.with_name(f".{folder.name}.old")
-        shutil.rmtree(old, ignore_errors=True)
-        folder.rename(old)
-        new.rename(folder)
-        shutil.rmtree(old)
-
-
-def _exchange(one: Path, other: Path) -> bool:
-    """Exchanges two names at once with Linux' renameat2; False where there is no such call."""
-    if sys.platform != "linux":
-        return False
-    try:
-        renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
-    except AttributeError:
-        return False
-    names = (os.fsencode(one), os.fsencode(other))
-    return renameat2(CURRENT_DIRECTORY, names[0], CURRENT_DIRECTORY, names[1], RENAME_EXCHANGE) == 0

@@ -25,7 +25,8 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.utils import validate_repo_id
 
-from .export import check_target, replace_folder
+from .export import check_target
+from .folders import publish
 from .verify import (
     MANIFEST,
     VerificationError,
@@ -331,7 +332,7 @@ def pull(
         # All of it arrived as it is on the Hub, so a further download would not help.
         shutil.rmtree(staging)
         raise VerificationError(Path(f"{repo_id} at {commit}"), error.problems) from error
-    replace_folder(staging, folder)
+    publish(staging, folder)
     return commit, verified
 
 
