@@ -676,3 +676,12 @@ class TestDtypeAndDevice:
             assert torch.equal(tensor, states[1][name]) and tensor.isfinite().all(), name
             if "norm" in name:
                 assert torch.equal(tensor, torch.ones_like(tensor) if "weight" in name else torch.zeros_like(tensor))
+
+
+def test_initial_scales_of_the_gate():
+    """A fresh model starts with gates of the documented scale, and a norm that passes: silence would not train."""
+    config = EGMLAConfig(vocab_size=500, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, kv_gate_dim=64)
+    attention = EGMLAForCausalLM(config).model.layers[1].self_attn
+    assert attention.kv_gate_proj.weight.std().item() == pytest.approx(64**-0.5, rel=0.05)
+    assert attention.kv_gate_embed.weight.std().item() == pytest.approx(config.initializer_range, rel=0.05)
+    assert attention.kv_gate_norm.weight.eq(1).all() and attention.kv_gate_norm.bias.eq(0).all()

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from minihub import TOKEN, MiniHub
 
 
 ROOT = Path(__file__).parent.parent
@@ -18,11 +19,13 @@ def blocks(name: str, language: str) -> list[str]:
     return [text for found, text in BLOCK.findall((ROOT / name).read_text(encoding="utf-8")) if found == language]
 
 
-def run(command: list[str], folder: Path) -> None:
-    done = subprocess.run(command, cwd=folder, env=os.environ | {"COLUMNS": "100"}, capture_output=True, text=True)
+def run(command: list[str], folder: Path, **variables: str) -> None:
+    environment = os.environ | {"COLUMNS": "100"} | variables
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, f"{shlex.join(command)}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
 
 
+PUBLISH = next(block for block in blocks("README.md", "python") if "push_to_hub" in block)
 PYTHON = [block for block in blocks("README.md", "python") if "push_to_hub" not in block]
 SHELL = [line for block in blocks("README.md", "bash") for line in block.splitlines()]
 
@@ -32,6 +35,17 @@ SHELL = [line for block in blocks("README.md", "bash") for line in block.splitli
 def test_python_blocks_of_the_readme_run(code, tmp_path):
     """A reader can paste a Python block of the README into a fresh process."""
     run([sys.executable, "-c", code], tmp_path)
+
+
+@pytest.mark.slow
+def test_the_publishing_block_of_the_readme_runs(tmp_path):
+    """The block that publishes leaves a private repository with weights, code and tokenizer on the Hub."""
+    with MiniHub(tmp_path / "server") as hub:
+        settings = {"HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN, "HF_HOME": str(tmp_path / "cache")}
+        run([sys.executable, "-c", PUBLISH], tmp_path, HF_HUB_OFFLINE="0", HF_HUB_DISABLE_XET="1", **settings)
+        (repo,) = hub.repos.values()
+        assert repo.private
+        assert {"model.safetensors", "modeling_egmla.py", "config.json", "tokenizer.json"} <= set(repo.files)
 
 
 @pytest.mark.slow
