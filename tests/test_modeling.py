@@ -13,6 +13,7 @@ from transformers.models.deepseek_v3 import modeling_deepseek_v3
 import modeling_egmla.modeling_egmla as library
 from modeling_egmla import (
     EGMLACache,
+    EGMLAConfig,
     EGMLAForCausalLM,
     EGMLAForSequenceClassification,
     EGMLAForTokenClassification,
