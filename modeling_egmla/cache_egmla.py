@@ -29,15 +29,17 @@ class CacheMemory:
         latents: filled latents and rotated keys; B x T x `config.cache_elements_per_token` x bytes an element.
         token_ids: filled ids; B x T x 4.
         slack: allocated ahead and not filled yet.
+        workspace: derived from the others for fast decoding, and rebuilt when lost.
     """
 
     latents: int
     token_ids: int
     slack: int
+    workspace: int = 0
 
     @property
     def total(self) -> int:
-        return self.latents + self.token_ids + self.slack
+        return self.latents + self.token_ids + self.slack + self.workspace
 
 
 class GrowingTensor:
@@ -91,38 +93,71 @@ class GrowingTensor:
         self.length = max(self.length - tokens_to_remove, 0)
 
 
-class _HoldsTokenIds:
-    """What a layer adds so that every operation moves `token_ids` [B, T] together with latents and rotated keys."""
+class _MovesTogether:
+    """
+    What a layer adds so that every operation moves the `token_ids` [B, T] together with latents and rotated keys, and
+    keeps what was derived from the three true.
+
+    Derived state is workspace of fast decoding, neither copied nor pickled, and rebuilt when lost: `statistics`, for
+    each layer of the model in the group the mean and inverse deviation of every token's gated features [B, 2, T], which
+    move along; and `token_groups`, for each sequence its positions sorted by id, which only appending leaves as it is.
+    """
 
     token_ids: torch.Tensor | None
 
-    def _change_token_ids(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.forget_derived()
+
+    def forget_derived(self) -> None:
+        self.statistics: dict[int, GrowingTensor] = {}
+        self.token_groups: list = []
+
+    @property
+    def derived_bytes(self) -> int:
+        statistics = sum(stream.buffer.nbytes for stream in self.statistics.values())
+        return statistics + sum(groups.nbytes for groups in self.token_groups)
+
+    def __getstate__(self):
+        return {**self.__dict__, "statistics": {}, "token_groups": []}
+
+    def _change_companions(self, change: Callable[[torch.Tensor], torch.Tensor], statistics: dict) -> None:
         if self.token_ids is not None:
             self.token_ids = change(self.token_ids)
+        self.token_groups = []
+        self.statistics = {layer: GrowingTensor(change(stream.filled), -1) for layer, stream in statistics.items()}
 
     def offload(self) -> None:
         super().offload()
-        self._change_token_ids(lambda ids: ids.to("cpu", non_blocking=True))
+        self._change_companions(lambda tensor: tensor.to("cpu", non_blocking=True), {})
 
     def prefetch(self) -> None:
         super().prefetch()
         if self.is_initialized:
-            self._change_token_ids(lambda ids: ids.to(self.device, non_blocking=True))
+            self._change_companions(lambda tensor: tensor.to(self.device, non_blocking=True), {})
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        statistics = self.statistics
         super().reorder_cache(beam_idx)
-        self._change_token_ids(lambda ids: ids.index_select(0, beam_idx.to(ids.device)))
+        self._change_companions(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)), statistics)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
+        statistics = self.statistics
         super().batch_repeat_interleave(repeats)
-        self._change_token_ids(lambda ids: ids.repeat_interleave(repeats, dim=0))
+        self._change_companions(lambda tensor: tensor.repeat_interleave(repeats, dim=0), statistics)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
+        statistics = self.statistics
         super().batch_select_indices(indices)
-        self._change_token_ids(lambda ids: ids[indices])
+        self._change_companions(lambda tensor: tensor[indices], statistics)
+
+    def _crop_derived(self) -> None:
+        self.token_groups = []
+        for stream in self.statistics.values():
+            stream.length = min(stream.length, int(self.get_seq_length()))
 
 
-class EGMLALayer(_HoldsTokenIds, DynamicLayer):
+class EGMLALayer(_MovesTogether, DynamicLayer):
     """
     Cache of one layer group that grows with the sequence. `keys` are the latents [B, 1, T, C], `values` the rotated
     keys [B, 1, T, R], the places where the library's own MLA keeps them.
@@ -142,6 +177,7 @@ class EGMLALayer(_HoldsTokenIds, DynamicLayer):
             return self.streams[name].filled if name in self.streams else None
 
         def put(self, tensor: torch.Tensor | None) -> None:
+            self.forget_derived()
             self.streams.pop(name, None)
             if tensor is not None:
                 self.streams[name] = GrowingTensor(tensor, dim)
@@ -188,6 +224,7 @@ class EGMLALayer(_HoldsTokenIds, DynamicLayer):
             )
         for stream in self.streams.values():
             stream.crop(-tokens_to_remove)
+        self._crop_derived()
 
     @property
     def allocated_bytes(self) -> int:
@@ -209,7 +246,7 @@ class _StaticBatch(StaticLayer):
         self._change_batch(lambda tensor: tensor[indices])
 
 
-class EGMLAStaticLayer(_HoldsTokenIds, _StaticBatch):
+class EGMLAStaticLayer(_MovesTogether, _StaticBatch):
     """
     Cache of one layer group with room for `max_cache_len` tokens, for compilation. Streams as in [`EGMLALayer`], with
     T the whole room; slots that are not filled hold zeros and are masked.
@@ -242,6 +279,12 @@ class EGMLAStaticLayer(_HoldsTokenIds, _StaticBatch):
         super().reset()
         if self.token_ids is not None:
             self.token_ids.zero_()
+        self.forget_derived()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """As [`EGMLALayer.crop`]; the slots of removed tokens are written over later."""
+        super().crop(tokens_to_remove)
+        self._crop_derived()
 
     @property
     def allocated_bytes(self) -> int:
@@ -295,8 +338,8 @@ class _LatentCache(Cache):
         return self
 
     def memory(self) -> CacheMemory:
-        """Bytes held now: filled streams, filled ids, and what is allocated ahead."""
-        filled_latents = filled_ids = allocated = 0
+        """Bytes held now: filled streams, filled ids, what is allocated ahead, and derived workspace."""
+        filled_latents = filled_ids = allocated = workspace = 0
         for layer in self.layers:
             if not layer.is_initialized:
                 continue
@@ -305,7 +348,8 @@ class _LatentCache(Cache):
             if layer.token_ids is not None:
                 filled_ids += layer.token_ids[:, :length].nbytes
             allocated += layer.allocated_bytes
-        return CacheMemory(filled_latents, filled_ids, allocated - filled_latents - filled_ids)
+            workspace += layer.derived_bytes
+        return CacheMemory(filled_latents, filled_ids, allocated - filled_latents - filled_ids, workspace)
 
 
 class EGMLACache(_LatentCache):

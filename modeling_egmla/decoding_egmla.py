@@ -1,0 +1,372 @@
+"""
+Attention of one or a few new queries on the compressed cache, without keys and values of the whole history at once.
+
+Two exact ways, derived in docs/decoding.md. *Tiles* expand a piece of the history at a time, with the modules of the
+attention, and add it to a running softmax. *Grouped* never expands: it takes the query to the latents, once for each
+distinct token id (plain MLA and additive gates: once). Where neither applies, attention expands the whole history.
+
+Shapes: B batch, S query length, T cached length with the new tokens, H heads, N `qk_nope_head_dim`, V `v_head_dim`,
+C `kv_lora_rank`, R `qk_rope_head_dim`, D = H * (N + V), U distinct ids of a sequence, P = places of the sorted positions.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from .cache_egmla import GrowingTensor
+from .gate_egmla import has_fast_matmul, is_plain, project
+
+
+KV_DECODINGS = ("auto", "expanded", "tiles", "grouped")
+TILE_TOKENS = 1024
+REGROUP_AFTER = 16  # appended tokens, each a group of its own, after which a sequence is sorted again
+MAX_QUERIES = 8
+MIN_HISTORY = 1 << 18
+
+
+class History(NamedTuple):
+    """What the cache holds for a layer group: latents [B, T, C], rotated keys [B, T, R] and ids [B, T]."""
+
+    latents: torch.Tensor
+    k_rot: torch.Tensor
+    token_ids: torch.Tensor
+
+    @classmethod
+    def of(cls, cache, group_idx: int) -> "History":
+        layer = cache.layers[group_idx]
+        length = int(layer.get_seq_length())  # a static cache has more room
+        token_ids = cache.token_ids[:, :length].to(layer.keys.device)
+        return cls(layer.keys[:, 0, :length], layer.values[:, 0, :length], token_ids)
+
+
+def select_decoding(attention: nn.Module, query_BHSK: torch.Tensor, mask: torch.Tensor | None, cache) -> str:
+    """
+    Returns the way to compute attention, "expanded", "tiles" or "grouped".
+
+    `attention.kv_decoding` names it, or leaves it to measurements ("auto", see docs/decoding.md); one that cannot be
+    used gives way to the next that can: "grouped" reads weights, which must be torch's own; both have no gradients, are
+    written for the masks of `sdpa` and need the filled length of the cache on the host.
+    """
+    wanted = attention.kv_decoding
+    S = query_BHSK.shape[2]
+    if (
+        wanted == "expanded"
+        or not getattr(cache, "holds_latents", False)
+        or cache.offloading
+        or attention.config._attn_implementation != "sdpa"
+        or attention.training
+        or query_BHSK.requires_grad
+        or torch.compiler.is_compiling()
+        or not (mask is None and S == 1 or torch.is_tensor(mask) and mask.dim() == 4)
+    ):
+        return "expanded"
+    layer = cache.layers[attention.group_idx]
+    if layer.keys.device != query_BHSK.device or (layer.is_compileable and layer.keys.device.type != "cpu"):
+        return "expanded"
+    can_group = reads_weights(attention)
+    if wanted == "auto":
+        T = int(layer.get_seq_length())
+        if T * attention.config.kv_width < MIN_HISTORY or S > MAX_QUERIES:
+            return "expanded"
+        wanted = "grouped"
+    return "grouped" if wanted == "grouped" and can_group else "tiles"
+
+
+def reads_weights(attention: nn.Module) -> bool:
+    """Whether up-projection and norm are modules whose weights can stand for them."""
+    modules = [attention.up_projection]
+    if attention.kv_gate != "none":
+        modules.append(attention.kv_gate_norm)
+    return is_plain(*modules) and modules[0].bias is None
+
+
+def decode(attention: nn.Module, decoding: str, query_BHSK: torch.Tensor, mask: torch.Tensor | None, cache):
+    """
+    Attention of `query_BHSK`, whose tokens the cache holds already, by "tiles" or "grouped".
+
+    `mask` is None (one query that sees everything), boolean (True: attend) or additive, [B or 1, H or 1, S, T] or longer.
+    Returns [B, S, H * V].
+    """
+    decoder = grouped_attention if decoding == "grouped" else tiled_attention
+    out_BSHV = decoder(attention, query_BHSK, mask, cache)
+    return out_BSHV.flatten(2).to(query_BHSK.dtype)
+
+
+def matmul_dtype(tensor: torch.Tensor) -> torch.dtype:
+    """Precision of matrix products: the tensor's own where that is fast."""
+    return tensor.dtype if has_fast_matmul(tensor) else torch.float32
+
+
+def accumulator_dtype(tensor: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def additive_mask(mask: torch.Tensor | None, rows: slice, columns: slice) -> torch.Tensor | float:
+    """The part of `mask` for these sequences and positions, as something to add to scores."""
+    if mask is None:
+        return 0.0
+    part = mask[rows if mask.shape[0] > 1 else slice(None), :, :, columns]
+    if part.dtype == torch.bool:
+        return torch.zeros(part.shape, device=part.device).masked_fill_(~part, -torch.inf)
+    return part.float()
+
+
+def tiles(batch_size: int, length: int, start: int = 0):
+    """Yields slices of sequences and of positions from `start` that hold at most TILE_TOKENS tokens together."""
+    rows = max(1, TILE_TOKENS // max(length - start, 1))
+    for row in range(0, batch_size, rows):
+        for column in range(start, length, TILE_TOKENS):
+            yield slice(row, min(row + rows, batch_size)), slice(column, min(column + TILE_TOKENS, length))
+
+
+def tiled_attention(attention: nn.Module, query_BHSK: torch.Tensor, mask: torch.Tensor | None, cache) -> torch.Tensor:
+    """Attention by a running softmax over tiles of the history, [B, S, H, V] in float32."""
+    history = History.of(cache, attention.group_idx)
+    B, H, S, _ = query_BHSK.shape
+    out_BHSV = query_BHSK.new_zeros((B, H, S, attention.v_head_dim), dtype=accumulator_dtype(query_BHSK))
+    total_BHS1 = torch.zeros_like(out_BHSV[..., :1])
+    peak_BHS1 = torch.full_like(total_BHS1, torch.finfo(total_BHS1.dtype).min)
+    dtype = matmul_dtype(query_BHSK)
+    query_BHSK = query_BHSK.to(dtype) * attention.scaling
+
+    for rows, columns in tiles(B, history.latents.shape[1]):
+        latents, k_rot, token_ids = (stream[rows, columns] for stream in history)
+        kv_features = project(attention.up_projection, latents)
+        keys, values = attention.expand_kv(kv_features, k_rot.unsqueeze(1), token_ids)
+        scores = torch.matmul(query_BHSK[rows], keys.to(dtype).transpose(-1, -2)).to(out_BHSV.dtype)
+        scores = scores + additive_mask(mask, rows, columns)
+
+        out, total, peak = out_BHSV[rows], total_BHS1[rows], peak_BHS1[rows]
+        new_peak = torch.maximum(peak, scores.amax(-1, keepdim=True))
+        rescale = torch.exp(peak - new_peak)
+        weights = torch.exp(scores - new_peak)
+        total.mul_(rescale).add_(weights.sum(-1, keepdim=True))
+        out.mul_(rescale).add_(torch.matmul(weights.to(dtype), values.to(dtype)))
+        peak.copy_(new_peak)
+
+    # A query that sees nothing gets zeros, as from `scaled_dot_product_attention`.
+    return (out_BHSV / total_BHS1.clamp(min=torch.finfo(total_BHS1.dtype).tiny)).transpose(1, 2)
+
+
+class TokenGroups:
+    """
+    The positions of one sequence sorted by token id, for all layers.
+
+    Ids with about equally many positions form a block of `count` groups with `size` places each; a group fills its
+    first places, and repeats a position in the others, which do not count. Appended tokens become groups of one.
+
+    Args:
+        token_ids: [T].
+    """
+
+    def __init__(self, token_ids: torch.Tensor):
+        distinct, inverse, counts = token_ids.unique(return_inverse=True, return_counts=True)
+        order = inverse.argsort(stable=True)
+        starts = counts.cumsum(0) - counts
+        most = int(counts.max())
+        powers = [4**k for k in range(((most - 1).bit_length() + 1) // 2 + 1)]
+
+        self.blocks: list[tuple[int, int]] = []  # (count, size), largest size first, ones last
+        ids, positions, counted, places = [], [], [], torch.empty_like(order)
+        num_places = 0
+        for power in reversed(powers):
+            members = ((counts > power // 4) & (counts <= power)).nonzero().squeeze(1)
+            size = min(power, most)
+            slot_1P = torch.arange(size, device=order.device)[None]
+            counts_U1 = counts[members][:, None]
+            position_UP = order[starts[members][:, None] + torch.minimum(slot_1P, counts_U1 - 1)]
+            is_first_UP = slot_1P < counts_U1
+            place_UP = torch.arange(position_UP.numel(), device=order.device).view_as(position_UP) + num_places
+            places[position_UP[is_first_UP]] = place_UP[is_first_UP]
+            ids.append(distinct[members])
+            positions.append(position_UP.flatten())
+            counted.append(is_first_UP.flatten())
+            self.blocks.append((len(members), size))
+            num_places += position_UP.numel()
+
+        self.ids_U = torch.cat(ids)
+        self.position_P = torch.cat(positions)  # of a place
+        self.counts_P = torch.cat(counted)  # whether a place is the only one of its position
+        self.place_T = places  # of a position
+        self.sorted_length = self.length = len(token_ids)
+
+    def append(self, token_ids: torch.Tensor) -> None:
+        first = torch.arange(len(token_ids), device=token_ids.device)
+        self.ids_U = torch.cat((self.ids_U, token_ids))
+        self.place_T = torch.cat((self.place_T, first + len(self.position_P)))
+        self.position_P = torch.cat((self.position_P, first + self.length))
+        self.counts_P = torch.cat((self.counts_P, torch.ones_like(first, dtype=torch.bool)))
+        count, size = self.blocks[-1]
+        self.blocks[-1] = (count + len(token_ids), size)
+        self.length += len(token_ids)
+
+    @property
+    def group_T(self) -> torch.Tensor:
+        """Index into `ids_U` of each position."""
+        sizes = torch.tensor([size for count, size in self.blocks for _ in range(count)], device=self.ids_U.device)
+        return torch.arange(len(sizes), device=sizes.device).repeat_interleave(sizes)[self.place_T]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in (self.ids_U, self.position_P, self.counts_P, self.place_T))
+
+
+def token_groups(cache, token_ids: torch.Tensor) -> list[TokenGroups]:
+    """Groups of every sequence, kept with the cache: brought up to `token_ids` [B, T], or made anew."""
+    holder, T = cache.layers[0], token_ids.shape[1]
+    if not holder.token_groups or T - holder.token_groups[0].sorted_length > REGROUP_AFTER:
+        holder.token_groups = [TokenGroups(row) for row in token_ids]
+    for groups, row in zip(holder.token_groups, token_ids):
+        if groups.length < T:
+            groups.append(row[groups.length :])
+    return holder.token_groups
+
+
+def gated_statistics(attention: nn.Module, history: History, cache) -> torch.Tensor:
+    """
+    Mean and inverse deviation over all D gated features of every token, [B, 2, T] in float32 or wider: what the
+    LayerNorm makes of a token, kept with the cache.
+    """
+    kept = cache.layers[attention.group_idx].statistics
+    stream = kept.get(attention.layer_idx)
+    (B, T, _), start = history.latents.shape, 0 if stream is None else stream.length
+    if start < T:
+        dtype = accumulator_dtype(history.latents)
+        weight = attention.up_projection.weight.to(dtype)
+        new = torch.empty((B, 2, T - start), dtype=dtype, device=weight.device)
+        for rows, columns in tiles(B, T, start):
+            kv_features = F.linear(history.latents[rows, columns].to(dtype), weight)
+            gates = attention.kv_gates(history.token_ids[rows, columns])
+            kv_features = kv_features.mul_(gates) if attention.kv_gate == "multiply" else kv_features.add_(gates)
+            variance, mean = torch.var_mean(kv_features, -1, correction=0)
+            tile = new[rows, :, columns.start - start : columns.stop - start]
+            tile[:, 0], tile[:, 1] = mean, (variance + attention.kv_gate_norm.eps).rsqrt()
+        if stream is None:
+            stream = kept[attention.layer_idx] = GrowingTensor(new, dim=-1)
+        else:
+            stream.append(new)
+    return stream.filled
+
+
+def grouped_attention(attention: nn.Module, query_BHSK: torch.Tensor, mask: torch.Tensor | None, cache) -> torch.Tensor:
+    """Attention on the latents themselves, [B, S, H, V] in float32; docs/decoding.md has the formulas."""
+    history = History.of(cache, attention.group_idx)
+    (B, H, S, _), T = query_BHSK.shape, history.latents.shape[1]
+    N, V, R = attention.qk_nope_head_dim, attention.v_head_dim, attention.qk_rope_head_dim
+    dtype, accumulator = matmul_dtype(query_BHSK), accumulator_dtype(query_BHSK)
+    w_uk_HNC, w_uv_HVC = attention.up_projection.weight.to(dtype).view(H, N + V, -1).split([N, V], dim=1)
+    q_nope_BHSN, q_rot_BHSR = (query_BHSK.to(accumulator) * attention.scaling).split([N, R], dim=-1)
+
+    is_gated = attention.kv_gate != "none"
+    is_normed = is_gated and isinstance(attention.kv_gate_norm, nn.LayerNorm)
+    if is_normed:
+        gamma_HNV = attention.kv_gate_norm.weight.to(accumulator).view(H, N + V)
+        beta_HNV = attention.kv_gate_norm.bias.to(accumulator).view(H, N + V)
+        q_nope_BHSN = q_nope_BHSN * gamma_HNV[:, None, :N]
+        statistics = gated_statistics(attention, history, cache)
+    groups = token_groups(cache, history.token_ids) if is_gated else [None] * B
+
+    out_BSHV = query_BHSK.new_empty((B, S, H, V), dtype=accumulator)
+    for b in range(B):
+        latents_TC, k_rot_TR = history.latents[b].to(dtype), history.k_rot[b].to(dtype)
+        q_HSN = q_nope_BHSN[b].to(dtype)
+        if attention.kv_gate == "multiply":
+            maps = _GroupedMaps(attention, groups[b], latents_TC, w_uk_HNC, w_uv_HVC)
+        else:
+            maps = _SharedMaps(attention, groups[b], latents_TC, w_uk_HNC, w_uv_HVC)
+
+        scores_HST = maps.scores(q_HSN).to(accumulator)
+        if is_normed:
+            mean_T, rstd_T = statistics[b]
+            scores_HST = (scores_HST - q_nope_BHSN[b].sum(-1, keepdim=True) * mean_T) * rstd_T
+        scores_HST = scores_HST + torch.matmul(q_rot_BHSR[b].to(dtype), k_rot_TR.T)
+        part = additive_mask(mask, slice(b, b + 1), slice(0, T))
+        weights_HST = softmax(scores_HST if mask is None else scores_HST + part[0])
+        if is_normed:
+            weights_HST = weights_HST * rstd_T
+
+        out_HSV = maps.values(weights_HST.to(dtype)).to(accumulator)
+        if is_normed:
+            out_HSV = (out_HSV - (weights_HST @ mean_T)[..., None]) * gamma_HNV[:, None, N:] + beta_HNV[:, None, N:]
+        out_BSHV[b] = out_HSV.transpose(0, 1)
+    return out_BSHV
+
+
+def softmax(scores: torch.Tensor) -> torch.Tensor:
+    """Softmax in place that gives zeros, as `scaled_dot_product_attention` does, to a query that sees nothing."""
+    peak = scores.amax(-1, keepdim=True).clamp_(min=torch.finfo(scores.dtype).min)
+    weights = scores.sub_(peak).exp_()
+    return weights.div_(weights.sum(-1, keepdim=True).clamp_(min=torch.finfo(scores.dtype).tiny))
+
+
+class _GroupedMaps:
+    """Key and value maps of a sequence's distinct ids, applied to its latents without being formed."""
+
+    def __init__(self, attention, groups, latents_TC, w_uk_HNC, w_uv_HVC):
+        H, N, C = w_uk_HNC.shape
+        self.groups, self.w_uk_HNC, self.w_uv_HVC = groups, w_uk_HNC, w_uv_HVC
+        gates_HUD = attention.kv_gates(groups.ids_U).to(latents_TC.dtype).view(len(groups.ids_U), H, -1).transpose(0, 1)
+        self.gates_k_HUN, self.gates_v_HUV = gates_HUD[..., :N], gates_HUD[..., N:]
+        self.latents_PC = latents_TC.index_select(0, groups.position_P)
+
+    def blocks(self):
+        """Yields slices of groups and of places, and the shape [count, size] that the places have."""
+        group = place = 0
+        for count, size in self.groups.blocks:
+            if count:
+                yield slice(group, group + count), slice(place, place + count * size), (count, size)
+            group, place = group + count, place + count * size
+
+    def scores(self, q_HSN):
+        (H, S, N), C = q_HSN.shape, self.latents_PC.shape[1]
+        maps_HNSC = q_HSN.transpose(1, 2)[..., None] * self.w_uk_HNC[:, :, None]
+        absorbed_HUSC = torch.bmm(self.gates_k_HUN, maps_HNSC.reshape(H, N, S * C)).view(H, -1, S, C)
+        scores_PA = q_HSN.new_empty((len(self.latents_PC), H * S))
+        for groups, places, shape in self.blocks():
+            absorbed_UCA = absorbed_HUSC[:, groups].permute(1, 3, 0, 2).flatten(2)
+            latents = self.latents_PC[places].view(*shape, C)
+            torch.bmm(latents, absorbed_UCA, out=scores_PA[places].view(*shape, H * S))
+        return scores_PA.index_select(0, self.groups.place_T).T.reshape(H, S, -1)
+
+    def values(self, weights_HST):
+        (H, S, _), C = weights_HST.shape, self.latents_PC.shape[1]
+        weights_PA = weights_HST.flatten(0, 1).T.index_select(0, self.groups.position_P)
+        weights_PA = weights_PA * self.groups.counts_P[:, None]
+        sums_UAC = weights_HST.new_empty((len(self.groups.ids_U), H * S, C))
+        for groups, places, (count, size) in self.blocks():
+            weights, latents = weights_PA[places].view(count, size, H * S), self.latents_PC[places].view(count, size, C)
+            if size == 1:
+                torch.mul(weights.transpose(1, 2), latents, out=sums_UAC[groups])
+            else:
+                torch.bmm(weights.transpose(1, 2), latents, out=sums_UAC[groups])
+        sums_HUSC = sums_UAC.view(-1, H, S * C).transpose(0, 1)
+        mixed_HVSC = torch.bmm(self.gates_v_HUV.transpose(1, 2), sums_HUSC).view(H, -1, S, C)
+        return (mixed_HVSC * self.w_uv_HVC[:, :, None]).sum(-1).transpose(1, 2)
+
+
+class _SharedMaps:
+    """One key and one value map for all tokens, to which an additive gate adds a vector for each distinct id."""
+
+    def __init__(self, attention, groups, latents_TC, w_uk_HNC, w_uv_HVC):
+        H, N, C = w_uk_HNC.shape
+        self.groups, self.latents_TC, self.w_uk_HNC, self.w_uv_HVC = groups, latents_TC, w_uk_HNC, w_uv_HVC
+        if groups is not None:
+            gates_HUD = attention.kv_gates(groups.ids_U).to(latents_TC.dtype).view(len(groups.ids_U), H, -1).transpose(0, 1)
+            self.gates_k_HUN, self.gates_v_HUV = gates_HUD[..., :N], gates_HUD[..., N:]
+            self.group_T = groups.group_T
+
+    def scores(self, q_HSN):
+        scores_HST = torch.matmul(torch.bmm(q_HSN, self.w_uk_HNC), self.latents_TC.T)
+        if self.groups is not None:
+            scores_HST += torch.bmm(q_HSN, self.gates_k_HUN.transpose(1, 2)).index_select(-1, self.group_T)
+        return scores_HST
+
+    def values(self, weights_HST):
+        out_HSV = torch.bmm(torch.matmul(weights_HST, self.latents_TC), self.w_uv_HVC.transpose(1, 2))
+        if self.groups is not None:
+            sums_HSU = weights_HST.new_zeros((*weights_HST.shape[:2], len(self.groups.ids_U)))
+            sums_HSU.index_add_(-1, self.group_T, weights_HST)
+            out_HSV += torch.bmm(sums_HSU, self.gates_v_HUV)
+        return out_HSV
