@@ -22,8 +22,11 @@ from .gate_egmla import has_fast_matmul, is_plain, project
 KV_DECODINGS = ("auto", "expanded", "tiles", "grouped")
 TILE_TOKENS = 1024
 REGROUP_AFTER = 16  # appended tokens, each a group of its own, after which a sequence is sorted again
-MAX_QUERIES = 8
-MIN_HISTORY = 1 << 18
+
+# Limits of "auto", measured in docs/decoding.md: history in features (T * D) and new tokens up to which each way pays.
+MIN_FEATURES = 1 << 18
+MAX_QUERIES_GROUPED = {"multiply": 4, "add": 16, "none": 16}
+MAX_QUERIES_TILES = 16
 
 
 class History(NamedTuple):
@@ -49,29 +52,27 @@ def select_decoding(attention: nn.Module, query_BHSK: torch.Tensor, mask: torch.
     used gives way to the next that can: "grouped" reads weights, which must be torch's own; both have no gradients, are
     written for the masks of `sdpa` and need the filled length of the cache on the host.
     """
-    wanted = attention.kv_decoding
-    S = query_BHSK.shape[2]
+    wanted, S = attention.kv_decoding, query_BHSK.shape[2]
     if (
         wanted == "expanded"
+        or torch.compiler.is_compiling()
         or not getattr(cache, "holds_latents", False)
         or cache.offloading
         or attention.config._attn_implementation != "sdpa"
         or attention.training
         or query_BHSK.requires_grad
-        or torch.compiler.is_compiling()
-        or not (mask is None and S == 1 or torch.is_tensor(mask) and mask.dim() == 4)
+        or not ((mask is None and S == 1) or (torch.is_tensor(mask) and mask.dim() == 4))
     ):
         return "expanded"
     layer = cache.layers[attention.group_idx]
     if layer.keys.device != query_BHSK.device or (layer.is_compileable and layer.keys.device.type != "cpu"):
         return "expanded"
-    can_group = reads_weights(attention)
     if wanted == "auto":
-        T = int(layer.get_seq_length())
-        if T * attention.config.kv_width < MIN_HISTORY or S > MAX_QUERIES:
+        features = int(layer.get_seq_length()) * attention.config.kv_width
+        if features < MIN_FEATURES or S > MAX_QUERIES_TILES:
             return "expanded"
-        wanted = "grouped"
-    return "grouped" if wanted == "grouped" and can_group else "tiles"
+        wanted = "grouped" if S <= MAX_QUERIES_GROUPED[attention.kv_gate] else "tiles"
+    return "grouped" if wanted == "grouped" and reads_weights(attention) else "tiles"
 
 
 def reads_weights(attention: nn.Module) -> bool:
@@ -332,15 +333,13 @@ class _GroupedMaps:
 
     def values(self, weights_HST):
         (H, S, _), C = weights_HST.shape, self.latents_PC.shape[1]
-        weights_PA = weights_HST.flatten(0, 1).T.index_select(0, self.groups.position_P)
-        weights_PA = weights_PA * self.groups.counts_P[:, None]
+        weights_AP = weights_HST.flatten(0, 1).index_select(1, self.groups.position_P).mul_(self.groups.counts_P)
         sums_UAC = weights_HST.new_empty((len(self.groups.ids_U), H * S, C))
         for groups, places, (count, size) in self.blocks():
-            weights, latents = weights_PA[places].view(count, size, H * S), self.latents_PC[places].view(count, size, C)
-            if size == 1:
-                torch.mul(weights.transpose(1, 2), latents, out=sums_UAC[groups])
-            else:
-                torch.bmm(weights.transpose(1, 2), latents, out=sums_UAC[groups])
+            weights = weights_AP[:, places].view(-1, count, size).transpose(0, 1)
+            latents = self.latents_PC[places].view(count, size, C)
+            product = torch.mul if size == 1 else torch.bmm
+            product(weights, latents, out=sums_UAC[groups])
         sums_HUSC = sums_UAC.view(-1, H, S * C).transpose(0, 1)
         mixed_HVSC = torch.bmm(self.gates_v_HUV.transpose(1, 2), sums_HUSC).view(H, -1, S, C)
         return (mixed_HVSC * self.w_uv_HVC[:, :, None]).sum(-1).transpose(1, 2)
