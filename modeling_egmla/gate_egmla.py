@@ -19,7 +19,12 @@ PRECOMPUTE_CHUNK = 8192  # ids projected at a time
 
 CPU_MULTIPLIES_BF16 = torch.cpu._is_avx512_bf16_supported()
 
-PLAIN_MODULES = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.Identity)
+
+class EGMLAGateProjection(nn.Linear):
+    """Projects rows of a gate table to the width of K/V; a class of its own for its initial scale."""
+
+
+PLAIN_MODULES = (nn.Linear, EGMLAGateProjection, nn.Embedding, nn.LayerNorm, nn.Identity)
 
 
 def is_plain(*modules: nn.Module) -> bool:
@@ -97,7 +102,7 @@ class TokenGate(nn.Module):
         if self.kv_gate != "none":
             # No padding_idx: it would freeze the gate of the padding id at zero, and that id often is eos as well.
             self.kv_gate_embed = nn.Embedding(config.vocab_size, config.kv_gate_dim)
-            self.kv_gate_proj = nn.Linear(config.kv_gate_dim, config.kv_width, bias=False)
+            self.kv_gate_proj = EGMLAGateProjection(config.kv_gate_dim, config.kv_width, bias=False)
             self.kv_gate_norm = (
                 nn.LayerNorm(config.kv_width, eps=config.kv_gate_norm_eps)
                 if config.kv_gate_norm == "layer_norm"

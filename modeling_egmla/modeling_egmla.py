@@ -42,7 +42,7 @@ from transformers.utils.output_capturing import capture_outputs
 from .cache_egmla import EGMLACache, EGMLAStaticCache
 from .configuration_egmla import EGMLAConfig
 from .decoding_egmla import KV_DECODINGS, decode, select_decoding
-from .gate_egmla import TokenGate, project
+from .gate_egmla import EGMLAGateProjection, TokenGate, project
 
 
 logger = logging.get_logger(__name__)
@@ -279,7 +279,7 @@ class EGMLAPreTrainedModel(PreTrainedModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules = ["EGMLADecoderLayer"]
-    _skip_keys_device_placement = ["cache", "past_key_values"]
+    _skip_keys_device_placement = ["cache"]
     _supports_flash_attn = True
     _supports_sdpa = True
     _supports_flex_attn = True
@@ -287,11 +287,10 @@ class EGMLAPreTrainedModel(PreTrainedModel):
     _supports_attention_backend = True
     _can_record_outputs = {"hidden_states": EGMLADecoderLayer, "attentions": EGMLAAttention}
 
-    @torch.no_grad()
     def _init_weights(self, module):
         super()._init_weights(module)
-        if isinstance(module, EGMLAAttention) and module.kv_gate != "none":
-            init.normal_(module.kv_gate_proj.weight, mean=0.0, std=self.config.kv_gate_dim**-0.5)
+        if isinstance(module, EGMLAGateProjection):
+            init.normal_(module.weight, mean=0.0, std=module.in_features**-0.5)
 
     def precompute_kv_gates(self) -> None:
         """
@@ -667,7 +666,7 @@ class EGMLAForCausalLM(EGMLAPreTrainedModel, GenerationMixin):
         if prompt_ids.shape[1] <= past_length:
             raise ValueError(
                 f"The prompt has {prompt_ids.shape[1]} tokens, but the cache already holds {past_length}. Pass the "
-                "whole text, with at least one token that is not cached; or only new tokens and an attention mask that "
+                "whole text, with at least one token that is not cached; or new tokens and an attention mask that "
                 "covers the cached ones too; or crop the cache."
             )
         if getattr(cache, "holds_latents", False):

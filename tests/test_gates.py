@@ -99,7 +99,7 @@ def replace_data_twice(model):
 
 def replace_module(model):
     for layer in model.model.layers:
-        layer.self_attn.kv_gate_proj = torch.nn.Linear(12, layer.self_attn.kv_gate_proj.out_features, bias=False)
+        layer.self_attn.kv_gate_proj = type(layer.self_attn.kv_gate_proj)(12, 54, bias=False)
 
 
 def write_through_data_in_training_mode(model):
