@@ -9,6 +9,7 @@ Shapes: B batch, S query length, T cached length with the new tokens, H heads, N
 C `kv_lora_rank`, R `qk_rope_head_dim`, D = H * (N + V), U distinct ids of a sequence, P = places of the sorted positions.
 """
 
+from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ from .gate_egmla import has_fast_matmul, is_plain, project
 
 KV_DECODINGS = ("auto", "expanded", "tiles", "grouped")
 TILE_TOKENS = 1024
+COMPILED_TILE_TOKENS = 256
 REGROUP_AFTER = 16  # appended tokens, each a group of its own, after which a sequence is sorted again
 
 # Limits of "auto", measured in docs/decoding.md: history in features (T * D) and new tokens up to which each way pays.
@@ -30,18 +32,19 @@ MAX_QUERIES_TILES = 16
 
 
 class History(NamedTuple):
-    """What the cache holds for a layer group: latents [B, T, C], rotated keys [B, T, R] and ids [B, T]."""
+    """What the cache holds for a layer group."""
 
-    latents: torch.Tensor
-    k_rot: torch.Tensor
-    token_ids: torch.Tensor
+    latents_BTC: torch.Tensor
+    k_rot_BTR: torch.Tensor
+    token_ids_BT: torch.Tensor
 
     @classmethod
     def of(cls, cache, group_idx: int) -> "History":
+        """What is filled; of a static cache being compiled, its whole room."""
         layer = cache.layers[group_idx]
-        length = int(layer.get_seq_length())  # a static cache has more room
-        token_ids = cache.token_ids[:, :length].to(layer.keys.device)
-        return cls(layer.keys[:, 0, :length], layer.values[:, 0, :length], token_ids)
+        length = None if torch.compiler.is_compiling() else int(layer.get_seq_length())
+        token_ids_BT = cache.token_ids[:, :length].to(layer.keys.device)
+        return cls(layer.keys[:, 0, :length], layer.values[:, 0, :length], token_ids_BT)
 
 
 def select_decoding(attention: nn.Module, query_BHSK: torch.Tensor, mask: torch.Tensor | None, cache) -> str:
@@ -55,7 +58,6 @@ def select_decoding(attention: nn.Module, query_BHSK: torch.Tensor, mask: torch.
     wanted, S = attention.kv_decoding, query_BHSK.shape[2]
     if (
         wanted == "expanded"
-        or torch.compiler.is_compiling()
         or not getattr(cache, "holds_latents", False)
         or cache.offloading
         or attention.config._attn_implementation != "sdpa"
@@ -64,15 +66,17 @@ def select_decoding(attention: nn.Module, query_BHSK: torch.Tensor, mask: torch.
         or not ((mask is None and S == 1) or (torch.is_tensor(mask) and mask.dim() == 4))
     ):
         return "expanded"
-    layer = cache.layers[attention.group_idx]
+    layer, is_compiling = cache.layers[attention.group_idx], torch.compiler.is_compiling()
     if layer.keys.device != query_BHSK.device or (layer.is_compileable and layer.keys.device.type != "cpu"):
         return "expanded"
+    if is_compiling and (mask is None or not layer.is_compileable):
+        return "expanded"
     if wanted == "auto":
-        features = int(layer.get_seq_length()) * attention.config.kv_width
-        if features < MIN_FEATURES or S > MAX_QUERIES_TILES:
+        length = layer.get_max_length() if is_compiling else int(layer.get_seq_length())
+        if length * attention.config.kv_width < MIN_FEATURES or S > MAX_QUERIES_TILES:
             return "expanded"
         wanted = "grouped" if S <= MAX_QUERIES_GROUPED[attention.kv_gate] else "tiles"
-    return "grouped" if wanted == "grouped" and reads_weights(attention) else "tiles"
+    return "grouped" if wanted == "grouped" and not is_compiling and reads_weights(attention) else "tiles"
 
 
 def reads_weights(attention: nn.Module) -> bool:
@@ -104,51 +108,96 @@ def accumulator_dtype(tensor: torch.Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
-def additive_mask(mask: torch.Tensor | None, rows: slice, columns: slice) -> torch.Tensor | float:
-    """The part of `mask` for these sequences and positions, as something to add to scores."""
-    if mask is None:
-        return 0.0
-    part = mask[rows if mask.shape[0] > 1 else slice(None), :, :, columns]
-    if part.dtype == torch.bool:
-        return torch.zeros(part.shape, device=part.device).masked_fill_(~part, -torch.inf)
-    return part.float()
+def additive(mask: torch.Tensor) -> torch.Tensor:
+    """A mask as something to add to scores."""
+    if mask.dtype == torch.bool:
+        return torch.zeros_like(mask, dtype=torch.float32).masked_fill(~mask, -torch.inf)
+    return mask.float()
 
 
-def tiles(batch_size: int, length: int, start: int = 0):
-    """Yields slices of sequences and of positions from `start` that hold at most TILE_TOKENS tokens together."""
-    rows = max(1, TILE_TOKENS // max(length - start, 1))
-    for row in range(0, batch_size, rows):
-        for column in range(start, length, TILE_TOKENS):
-            yield slice(row, min(row + rows, batch_size)), slice(column, min(column + TILE_TOKENS, length))
+def pieces(stop: int, size: int, start: int = 0) -> list[slice]:
+    """Slices of at most `size` that cover `start` to `stop`."""
+    return [slice(first, min(first + size, stop)) for first in range(start, stop, size)]
 
 
 def tiled_attention(attention: nn.Module, query_BHSK: torch.Tensor, mask: torch.Tensor | None, cache) -> torch.Tensor:
     """Attention by a running softmax over tiles of the history, [B, S, H, V] in float32."""
     history = History.of(cache, attention.group_idx)
-    B, H, S, _ = query_BHSK.shape
-    out_BHSV = query_BHSK.new_zeros((B, H, S, attention.v_head_dim), dtype=accumulator_dtype(query_BHSK))
-    total_BHS1 = torch.zeros_like(out_BHSV[..., :1])
-    peak_BHS1 = torch.full_like(total_BHS1, torch.finfo(total_BHS1.dtype).min)
+    if torch.compiler.is_compiling():
+        filled = cache.layers[attention.group_idx].cumulative_length
+        return looped_attention(attention, query_BHSK, mask, history, filled)
+    B, T = history.token_ids_BT.shape
+    out = []
+    for rows in pieces(B, max(1, TILE_TOKENS // T)):
+        state = RunningSoftmax.start(query_BHSK[rows], attention.v_head_dim)
+        for columns in pieces(T, TILE_TOKENS):
+            tile = History(*(stream[rows, columns] for stream in history))
+            part = None if mask is None else mask[rows if mask.shape[0] > 1 else slice(None), ..., columns]
+            state = attend_to_tile(attention, query_BHSK[rows], part, tile, state)
+        out.append(state.finish())
+    return torch.cat(out)
+
+
+def looped_attention(
+    attention: nn.Module, query_BHSK: torch.Tensor, mask: torch.Tensor, history: History, filled: torch.Tensor
+) -> torch.Tensor:
+    """`tiled_attention` as one loop in a compiled graph, which ends where the static cache is `filled`."""
+    T = history.token_ids_BT.shape[1]
+    offsets = torch.arange(COMPILED_TILE_TOKENS, device=query_BHSK.device)
+
+    def is_left(start, *state):
+        return start < filled
+
+    def attend(start, *state):
+        index = start + offsets
+        part = additive(mask.index_select(-1, index.clamp(max=T - 1))).masked_fill(index >= T, -torch.inf)
+        tile = History(*(stream.index_select(1, index.clamp(max=T - 1)) for stream in history))
+        state = attend_to_tile(attention, query_BHSK, part, tile, RunningSoftmax(*state))
+        return start + COMPILED_TILE_TOKENS, *state
+
+    start = torch.zeros((), dtype=torch.long, device=query_BHSK.device)
+    state = RunningSoftmax.start(query_BHSK, attention.v_head_dim)
+    _, *state = torch.while_loop(is_left, attend, (start, *state))
+    return RunningSoftmax(*state).finish()
+
+
+class RunningSoftmax(NamedTuple):
+    """Weighted sum of values, sum of weights and largest score so far, of every query and head."""
+
+    out_BHSV: torch.Tensor
+    total_BHS1: torch.Tensor
+    peak_BHS1: torch.Tensor
+
+    @classmethod
+    def start(cls, query_BHSK: torch.Tensor, v_head_dim: int) -> "RunningSoftmax":
+        (B, H, S, _), dtype = query_BHSK.shape, accumulator_dtype(query_BHSK)
+        total_BHS1 = query_BHSK.new_zeros((B, H, S, 1), dtype=dtype)
+        peak_BHS1 = torch.full_like(total_BHS1, torch.finfo(dtype).min)
+        return cls(query_BHSK.new_zeros((B, H, S, v_head_dim), dtype=dtype), total_BHS1, peak_BHS1)
+
+    def add(self, scores_BHST: torch.Tensor, values_BHTV: torch.Tensor) -> "RunningSoftmax":
+        peak_BHS1 = torch.maximum(self.peak_BHS1, scores_BHST.amax(-1, keepdim=True))
+        rescale_BHS1 = torch.exp(self.peak_BHS1 - peak_BHS1)
+        weights_BHST = torch.exp(scores_BHST - peak_BHS1)
+        out_BHSV = torch.matmul(weights_BHST.to(values_BHTV.dtype), values_BHTV) + self.out_BHSV * rescale_BHS1
+        return RunningSoftmax(out_BHSV, weights_BHST.sum(-1, keepdim=True) + self.total_BHS1 * rescale_BHS1, peak_BHS1)
+
+    def finish(self) -> torch.Tensor:
+        """[B, S, H, V]. A query that sees nothing gets zeros, as from `scaled_dot_product_attention`."""
+        smallest = torch.finfo(self.total_BHS1.dtype).tiny
+        return (self.out_BHSV / self.total_BHS1.clamp(min=smallest)).transpose(1, 2)
+
+
+def attend_to_tile(
+    attention: nn.Module, query_BHSK: torch.Tensor, mask: torch.Tensor | None, tile: History, state: RunningSoftmax
+) -> RunningSoftmax:
+    """Expands a piece of the history with the modules of the attention, and adds it to the running softmax."""
+    kv_features = project(attention.up_projection, tile.latents_BTC)
+    keys, values = attention.expand_kv(kv_features, tile.k_rot_BTR.unsqueeze(1), tile.token_ids_BT)
     dtype = matmul_dtype(query_BHSK)
-    query_BHSK = query_BHSK.to(dtype) * attention.scaling
-
-    for rows, columns in tiles(B, history.latents.shape[1]):
-        latents, k_rot, token_ids = (stream[rows, columns] for stream in history)
-        kv_features = project(attention.up_projection, latents)
-        keys, values = attention.expand_kv(kv_features, k_rot.unsqueeze(1), token_ids)
-        scores = torch.matmul(query_BHSK[rows], keys.to(dtype).transpose(-1, -2)).to(out_BHSV.dtype)
-        scores = scores + additive_mask(mask, rows, columns)
-
-        out, total, peak = out_BHSV[rows], total_BHS1[rows], peak_BHS1[rows]
-        new_peak = torch.maximum(peak, scores.amax(-1, keepdim=True))
-        rescale = torch.exp(peak - new_peak)
-        weights = torch.exp(scores - new_peak)
-        total.mul_(rescale).add_(weights.sum(-1, keepdim=True))
-        out.mul_(rescale).add_(torch.matmul(weights.to(dtype), values.to(dtype)))
-        peak.copy_(new_peak)
-
-    # A query that sees nothing gets zeros, as from `scaled_dot_product_attention`.
-    return (out_BHSV / total_BHS1.clamp(min=torch.finfo(total_BHS1.dtype).tiny)).transpose(1, 2)
+    scores = torch.matmul(query_BHSK.to(dtype) * attention.scaling, keys.to(dtype).transpose(-1, -2))
+    scores = scores.to(state.out_BHSV.dtype)
+    return state.add(scores if mask is None else scores + additive(mask), values.to(dtype))
 
 
 class TokenGroups:
@@ -232,14 +281,14 @@ def gated_statistics(attention: nn.Module, history: History, cache) -> torch.Ten
     """
     kept = cache.layers[attention.group_idx].statistics
     stream = kept.get(attention.layer_idx)
-    (B, T, _), start = history.latents.shape, 0 if stream is None else stream.length
+    (B, T), start = history.token_ids_BT.shape, 0 if stream is None else stream.length
     if start < T:
-        dtype = accumulator_dtype(history.latents)
+        dtype = accumulator_dtype(history.latents_BTC)
         weight = attention.up_projection.weight.to(dtype)
         new = torch.empty((B, 2, T - start), dtype=dtype, device=weight.device)
-        for rows, columns in tiles(B, T, start):
-            kv_features = F.linear(history.latents[rows, columns].to(dtype), weight)
-            gates = attention.kv_gates(history.token_ids[rows, columns])
+        for rows, columns in product(pieces(B, max(1, TILE_TOKENS // (T - start))), pieces(T, TILE_TOKENS, start)):
+            kv_features = F.linear(history.latents_BTC[rows, columns].to(dtype), weight)
+            gates = attention.kv_gates(history.token_ids_BT[rows, columns])
             kv_features = kv_features.mul_(gates) if attention.kv_gate == "multiply" else kv_features.add_(gates)
             variance, mean = torch.var_mean(kv_features, -1, correction=0)
             tile = new[rows, :, columns.start - start : columns.stop - start]
@@ -251,10 +300,12 @@ def gated_statistics(attention: nn.Module, history: History, cache) -> torch.Ten
     return stream.filled
 
 
-def grouped_attention(attention: nn.Module, query_BHSK: torch.Tensor, mask: torch.Tensor | None, cache) -> torch.Tensor:
+def grouped_attention(
+    attention: nn.Module, query_BHSK: torch.Tensor, mask: torch.Tensor | None, cache
+) -> torch.Tensor:
     """Attention on the latents themselves, [B, S, H, V] in float32; docs/decoding.md has the formulas."""
     history = History.of(cache, attention.group_idx)
-    (B, H, S, _), T = query_BHSK.shape, history.latents.shape[1]
+    B, H, S, _ = query_BHSK.shape
     N, V, R = attention.qk_nope_head_dim, attention.v_head_dim, attention.qk_rope_head_dim
     dtype, accumulator = matmul_dtype(query_BHSK), accumulator_dtype(query_BHSK)
     w_uk_HNC, w_uv_HVC = attention.up_projection.weight.to(dtype).view(H, N + V, -1).split([N, V], dim=1)
@@ -267,11 +318,11 @@ def grouped_attention(attention: nn.Module, query_BHSK: torch.Tensor, mask: torc
         beta_HNV = attention.kv_gate_norm.bias.to(accumulator).view(H, N + V)
         q_nope_BHSN = q_nope_BHSN * gamma_HNV[:, None, :N]
         statistics = gated_statistics(attention, history, cache)
-    groups = token_groups(cache, history.token_ids) if is_gated else [None] * B
+    groups = token_groups(cache, history.token_ids_BT) if is_gated else [None] * B
 
     out_BSHV = query_BHSK.new_empty((B, S, H, V), dtype=accumulator)
     for b in range(B):
-        latents_TC, k_rot_TR = history.latents[b].to(dtype), history.k_rot[b].to(dtype)
+        latents_TC, k_rot_TR = history.latents_BTC[b].to(dtype), history.k_rot_BTR[b].to(dtype)
         q_HSN = q_nope_BHSN[b].to(dtype)
         if attention.kv_gate == "multiply":
             maps = _GroupedMaps(attention, groups[b], latents_TC, w_uk_HNC, w_uv_HVC)
@@ -283,8 +334,9 @@ def grouped_attention(attention: nn.Module, query_BHSK: torch.Tensor, mask: torc
             mean_T, rstd_T = statistics[b]
             scores_HST = (scores_HST - q_nope_BHSN[b].sum(-1, keepdim=True) * mean_T) * rstd_T
         scores_HST = scores_HST + torch.matmul(q_rot_BHSR[b].to(dtype), k_rot_TR.T)
-        part = additive_mask(mask, slice(b, b + 1), slice(0, T))
-        weights_HST = softmax(scores_HST if mask is None else scores_HST + part[0])
+        if mask is not None:
+            scores_HST += additive(mask[b if mask.shape[0] > 1 else 0, ..., : len(latents_TC)])
+        weights_HST = softmax(scores_HST)
         if is_normed:
             weights_HST = weights_HST * rstd_T
 
@@ -308,7 +360,9 @@ class _GroupedMaps:
     def __init__(self, attention, groups, latents_TC, w_uk_HNC, w_uv_HVC):
         H, N, C = w_uk_HNC.shape
         self.groups, self.w_uk_HNC, self.w_uv_HVC = groups, w_uk_HNC, w_uv_HVC
-        gates_HUD = attention.kv_gates(groups.ids_U).to(latents_TC.dtype).view(len(groups.ids_U), H, -1).transpose(0, 1)
+        gates_HUD = (
+            attention.kv_gates(groups.ids_U).to(latents_TC.dtype).view(len(groups.ids_U), H, -1).transpose(0, 1)
+        )
         self.gates_k_HUN, self.gates_v_HUV = gates_HUD[..., :N], gates_HUD[..., N:]
         self.latents_PC = latents_TC.index_select(0, groups.position_P)
 
@@ -338,8 +392,8 @@ class _GroupedMaps:
         for groups, places, (count, size) in self.blocks():
             weights = weights_AP[:, places].view(-1, count, size).transpose(0, 1)
             latents = self.latents_PC[places].view(count, size, C)
-            product = torch.mul if size == 1 else torch.bmm
-            product(weights, latents, out=sums_UAC[groups])
+            multiply = torch.mul if size == 1 else torch.bmm
+            multiply(weights, latents, out=sums_UAC[groups])
         sums_HUSC = sums_UAC.view(-1, H, S * C).transpose(0, 1)
         mixed_HVSC = torch.bmm(self.gates_v_HUV.transpose(1, 2), sums_HUSC).view(H, -1, S, C)
         return (mixed_HVSC * self.w_uv_HVC[:, :, None]).sum(-1).transpose(1, 2)
@@ -352,7 +406,9 @@ class _SharedMaps:
         H, N, C = w_uk_HNC.shape
         self.groups, self.latents_TC, self.w_uk_HNC, self.w_uv_HVC = groups, latents_TC, w_uk_HNC, w_uv_HVC
         if groups is not None:
-            gates_HUD = attention.kv_gates(groups.ids_U).to(latents_TC.dtype).view(len(groups.ids_U), H, -1).transpose(0, 1)
+            gates_HUD = (
+                attention.kv_gates(groups.ids_U).to(latents_TC.dtype).view(len(groups.ids_U), H, -1).transpose(0, 1)
+            )
             self.gates_k_HUN, self.gates_v_HUV = gates_HUD[..., :N], gates_HUD[..., N:]
             self.group_T = groups.group_T
 

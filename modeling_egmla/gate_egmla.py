@@ -78,7 +78,8 @@ class GateTable:
         """Whether `sources` are the same parameters with the same memory, not written to since."""
         return all(
             reference() is p
-            and (alias.data_ptr(), alias.dtype, alias.shape, version) == (p.data_ptr(), p.dtype, p.shape, self._version(p))
+            and (alias.data_ptr(), alias.dtype, alias.shape, version)
+            == (p.data_ptr(), p.dtype, p.shape, self._version(p))
             for p, (reference, alias, version) in zip(sources, self.sources)
         )
 

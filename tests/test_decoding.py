@@ -88,9 +88,7 @@ def decode(model, way, cache, ids, mask, steps):
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     for step in steps:
         chunk = slice(start, start + step)
-        out = model(
-            ids[:, chunk], attention_mask=mask[:, : chunk.stop], position_ids=positions[:, chunk], cache=cache
-        )
+        out = model(ids[:, chunk], attention_mask=mask[:, : chunk.stop], position_ids=positions[:, chunk], cache=cache)
         logits.append(out.logits)
         start += step
     model.set_kv_decoding("auto")
