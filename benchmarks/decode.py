@@ -4,7 +4,7 @@ Milliseconds a decode step on filled caches, EG-MLA beside the library's MLA and
     python benchmarks/decode.py --context 4096 --batch 1 --dtype float32 --ids ids.pt
 
 Caches are filled directly with random states. Token ids are consecutive pieces of `--ids` (a saved 1-D tensor, real
-text), or drawn from Zipf's law. Systems take turns step by step in one process; medians are printed, and ratios to MHA.
+text), or drawn from Zipf's law. Systems take turns step by step in one process; medians and ratios to MHA are printed.
 On a machine that others use too, `--clock cpu` with one thread counts the process's own time only.
 """
 
@@ -109,8 +109,8 @@ def main():
             model(new, cache=cache, use_cache=True)
             seconds[name].append(clock() - start)
     print(
-        f"context {args.context} batch {args.batch} queries {args.queries} {args.dtype} layers {args.layers} {args.clock} threads "
-        f"{torch.get_num_threads()} distinct ids {[len(row.unique()) for row in history]}"
+        f"context {args.context} batch {args.batch} queries {args.queries} {args.dtype} layers {args.layers} "
+        f"{args.clock} clock, threads {torch.get_num_threads()}, distinct ids {[len(row.unique()) for row in history]}"
     )
     times = {name: sorted(values[2:]) for name, values in seconds.items()}
     peer = statistics.median(times["mha"]) if "mha" in times else None

@@ -99,8 +99,8 @@ class _MovesTogether:
     keeps what was derived from the three true.
 
     Derived state is workspace of fast decoding, neither copied nor pickled, and rebuilt when lost: `statistics`, for
-    each layer of the model in the group the mean and inverse deviation of every token's gated features [B, 2, T], which
-    move along; and `token_groups`, for each sequence its positions sorted by id, which only appending leaves as it is.
+    each of the group's layers the mean and inverse deviation of every token's gated features [B, 2, T], which move
+    along; and `token_groups`, for each sequence its positions sorted by id, dropped by all but appending.
     """
 
     token_ids: torch.Tensor | None

@@ -6,7 +6,8 @@ attention, and add it to a running softmax. *Grouped* never expands: it takes th
 distinct token id (plain MLA and additive gates: once). Where neither applies, attention expands the whole history.
 
 Shapes: B batch, S query length, T cached length with the new tokens, H heads, N `qk_nope_head_dim`, V `v_head_dim`,
-C `kv_lora_rank`, R `qk_rope_head_dim`, D = H * (N + V), U distinct ids of a sequence, P = places of the sorted positions.
+C `kv_lora_rank`, R `qk_rope_head_dim`, K = N + R, D = H * (N + V), U distinct ids of a sequence, P places for its
+positions when sorted by id, A = H * S.
 """
 
 from itertools import product
@@ -17,7 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from .cache_egmla import GrowingTensor
-from .gate_egmla import has_fast_matmul, is_plain, project
+from .gate_egmla import is_plain, project
 
 
 KV_DECODINGS = ("auto", "expanded", "tiles", "grouped")
@@ -52,8 +53,8 @@ def select_decoding(attention: nn.Module, query_BHSK: torch.Tensor, mask: torch.
     Returns the way to compute attention, "expanded", "tiles" or "grouped".
 
     `attention.kv_decoding` names it, or leaves it to measurements ("auto", see docs/decoding.md); one that cannot be
-    used gives way to the next that can: "grouped" reads weights, which must be torch's own; both have no gradients, are
-    written for the masks of `sdpa` and need the filled length of the cache on the host.
+    used gives way to one that can. "grouped" reads weights, which must be torch's own, and is not compiled; neither
+    knows gradients, masks other than those of `sdpa`, or a cache whose filled length is not on the host.
     """
     wanted, S = attention.kv_decoding, query_BHSK.shape[2]
     if (
@@ -75,7 +76,7 @@ def select_decoding(attention: nn.Module, query_BHSK: torch.Tensor, mask: torch.
         length = layer.get_max_length() if is_compiling else int(layer.get_seq_length())
         if length * attention.config.kv_width < MIN_FEATURES or S > MAX_QUERIES_TILES:
             return "expanded"
-        wanted = "grouped" if S <= MAX_QUERIES_GROUPED[attention.kv_gate] else "tiles"
+        wanted = "grouped" if MAX_QUERIES_GROUPED[attention.kv_gate] >= S else "tiles"
     return "grouped" if wanted == "grouped" and not is_compiling and reads_weights(attention) else "tiles"
 
 
@@ -91,20 +92,16 @@ def decode(attention: nn.Module, decoding: str, query_BHSK: torch.Tensor, mask: 
     """
     Attention of `query_BHSK`, whose tokens the cache holds already, by "tiles" or "grouped".
 
-    `mask` is None (one query that sees everything), boolean (True: attend) or additive, [B or 1, H or 1, S, T] or longer.
-    Returns [B, S, H * V].
+    `mask` is None (one query that sees everything), boolean (True: attend) or additive, [B or 1, H or 1, S, T] or
+    longer. Returns [B, S, H * V].
     """
     decoder = grouped_attention if decoding == "grouped" else tiled_attention
     out_BSHV = decoder(attention, query_BHSK, mask, cache)
     return out_BSHV.flatten(2).to(query_BHSK.dtype)
 
 
-def matmul_dtype(tensor: torch.Tensor) -> torch.dtype:
-    """Precision of matrix products: the tensor's own where that is fast."""
-    return tensor.dtype if has_fast_matmul(tensor) else torch.float32
-
-
 def accumulator_dtype(tensor: torch.Tensor) -> torch.dtype:
+    """Precision of scores and of sums over positions."""
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
@@ -179,7 +176,7 @@ class RunningSoftmax(NamedTuple):
         peak_BHS1 = torch.maximum(self.peak_BHS1, scores_BHST.amax(-1, keepdim=True))
         rescale_BHS1 = torch.exp(self.peak_BHS1 - peak_BHS1)
         weights_BHST = torch.exp(scores_BHST - peak_BHS1)
-        out_BHSV = torch.matmul(weights_BHST.to(values_BHTV.dtype), values_BHTV) + self.out_BHSV * rescale_BHS1
+        out_BHSV = torch.matmul(weights_BHST, values_BHTV) + self.out_BHSV * rescale_BHS1
         return RunningSoftmax(out_BHSV, weights_BHST.sum(-1, keepdim=True) + self.total_BHS1 * rescale_BHS1, peak_BHS1)
 
     def finish(self) -> torch.Tensor:
@@ -194,9 +191,8 @@ def attend_to_tile(
     """Expands a piece of the history with the modules of the attention, and adds it to the running softmax."""
     kv_features = project(attention.up_projection, tile.latents_BTC)
     keys, values = attention.expand_kv(kv_features, tile.k_rot_BTR.unsqueeze(1), tile.token_ids_BT)
-    dtype = matmul_dtype(query_BHSK)
+    dtype = state.out_BHSV.dtype
     scores = torch.matmul(query_BHSK.to(dtype) * attention.scaling, keys.to(dtype).transpose(-1, -2))
-    scores = scores.to(state.out_BHSV.dtype)
     return state.add(scores if mask is None else scores + additive(mask), values.to(dtype))
 
 
@@ -255,8 +251,9 @@ class TokenGroups:
     @property
     def group_T(self) -> torch.Tensor:
         """Index into `ids_U` of each position."""
-        sizes = torch.tensor([size for count, size in self.blocks for _ in range(count)], device=self.ids_U.device)
-        return torch.arange(len(sizes), device=sizes.device).repeat_interleave(sizes)[self.place_T]
+        counts, sizes = torch.tensor(self.blocks, device=self.place_T.device).T
+        groups_U = torch.arange(len(self.ids_U), device=self.place_T.device)
+        return groups_U.repeat_interleave(sizes.repeat_interleave(counts))[self.place_T]
 
     @property
     def nbytes(self) -> int:
@@ -305,44 +302,39 @@ def grouped_attention(
 ) -> torch.Tensor:
     """Attention on the latents themselves, [B, S, H, V] in float32; docs/decoding.md has the formulas."""
     history = History.of(cache, attention.group_idx)
-    B, H, S, _ = query_BHSK.shape
+    (B, H, S, _), dtype = query_BHSK.shape, accumulator_dtype(query_BHSK)
     N, V, R = attention.qk_nope_head_dim, attention.v_head_dim, attention.qk_rope_head_dim
-    dtype, accumulator = matmul_dtype(query_BHSK), accumulator_dtype(query_BHSK)
-    w_uk_HNC, w_uv_HVC = attention.up_projection.weight.to(dtype).view(H, N + V, -1).split([N, V], dim=1)
-    q_nope_BHSN, q_rot_BHSR = (query_BHSK.to(accumulator) * attention.scaling).split([N, R], dim=-1)
+    weights_HNVC = attention.up_projection.weight.to(dtype).view(H, N + V, -1)
+    q_nope_BHSN, q_rot_BHSR = (query_BHSK.to(dtype) * attention.scaling).split([N, R], dim=-1)
 
     is_gated = attention.kv_gate != "none"
     is_normed = is_gated and isinstance(attention.kv_gate_norm, nn.LayerNorm)
     if is_normed:
-        gamma_HNV = attention.kv_gate_norm.weight.to(accumulator).view(H, N + V)
-        beta_HNV = attention.kv_gate_norm.bias.to(accumulator).view(H, N + V)
-        q_nope_BHSN = q_nope_BHSN * gamma_HNV[:, None, :N]
-        statistics = gated_statistics(attention, history, cache)
+        gamma_H1NV, beta_H1NV = (p.to(dtype).view(H, 1, N + V) for p in attention.kv_gate_norm.parameters())
+        q_nope_BHSN = q_nope_BHSN * gamma_H1NV[..., :N]
+        statistics_B2T = gated_statistics(attention, history, cache)
     groups = token_groups(cache, history.token_ids_BT) if is_gated else [None] * B
+    maps_class = GroupedMaps if attention.kv_gate == "multiply" else SharedMaps
 
-    out_BSHV = query_BHSK.new_empty((B, S, H, V), dtype=accumulator)
+    out_BSHV = query_BHSK.new_empty((B, S, H, V), dtype=dtype)
     for b in range(B):
         latents_TC, k_rot_TR = history.latents_BTC[b].to(dtype), history.k_rot_BTR[b].to(dtype)
-        q_HSN = q_nope_BHSN[b].to(dtype)
-        if attention.kv_gate == "multiply":
-            maps = _GroupedMaps(attention, groups[b], latents_TC, w_uk_HNC, w_uv_HVC)
-        else:
-            maps = _SharedMaps(attention, groups[b], latents_TC, w_uk_HNC, w_uv_HVC)
+        maps = maps_class(attention, groups[b], latents_TC, *weights_HNVC.split([N, V], dim=1))
 
-        scores_HST = maps.scores(q_HSN).to(accumulator)
+        scores_HST = maps.scores(q_nope_BHSN[b])
         if is_normed:
-            mean_T, rstd_T = statistics[b]
+            mean_T, rstd_T = statistics_B2T[b]
             scores_HST = (scores_HST - q_nope_BHSN[b].sum(-1, keepdim=True) * mean_T) * rstd_T
-        scores_HST = scores_HST + torch.matmul(q_rot_BHSR[b].to(dtype), k_rot_TR.T)
+        scores_HST = scores_HST + torch.matmul(q_rot_BHSR[b], k_rot_TR.T)
         if mask is not None:
             scores_HST += additive(mask[b if mask.shape[0] > 1 else 0, ..., : len(latents_TC)])
+
         weights_HST = softmax(scores_HST)
         if is_normed:
             weights_HST = weights_HST * rstd_T
-
-        out_HSV = maps.values(weights_HST.to(dtype)).to(accumulator)
+        out_HSV = maps.values(weights_HST)
         if is_normed:
-            out_HSV = (out_HSV - (weights_HST @ mean_T)[..., None]) * gamma_HNV[:, None, N:] + beta_HNV[:, None, N:]
+            out_HSV = (out_HSV - (weights_HST @ mean_T)[..., None]) * gamma_H1NV[..., N:] + beta_H1NV[..., N:]
         out_BSHV[b] = out_HSV.transpose(0, 1)
     return out_BSHV
 
@@ -354,16 +346,19 @@ def softmax(scores: torch.Tensor) -> torch.Tensor:
     return weights.div_(weights.sum(-1, keepdim=True).clamp_(min=torch.finfo(scores.dtype).tiny))
 
 
-class _GroupedMaps:
-    """Key and value maps of a sequence's distinct ids, applied to its latents without being formed."""
+def gates_by_head(attention: nn.Module, groups: TokenGroups, dtype: torch.dtype, N: int):
+    """Gates of a sequence's distinct ids, key and value part: [H, U, N] and [H, U, V]."""
+    gates_HUD = attention.kv_gates(groups.ids_U).to(dtype).view(len(groups.ids_U), attention.num_heads, -1)
+    gates_HUD = gates_HUD.transpose(0, 1)
+    return gates_HUD[..., :N], gates_HUD[..., N:]
+
+
+class GroupedMaps:
+    """Multiplicative gates: key and value maps of each distinct id, applied to its latents without being formed."""
 
     def __init__(self, attention, groups, latents_TC, w_uk_HNC, w_uv_HVC):
-        H, N, C = w_uk_HNC.shape
         self.groups, self.w_uk_HNC, self.w_uv_HVC = groups, w_uk_HNC, w_uv_HVC
-        gates_HUD = (
-            attention.kv_gates(groups.ids_U).to(latents_TC.dtype).view(len(groups.ids_U), H, -1).transpose(0, 1)
-        )
-        self.gates_k_HUN, self.gates_v_HUV = gates_HUD[..., :N], gates_HUD[..., N:]
+        self.gates_k_HUN, self.gates_v_HUV = gates_by_head(attention, groups, latents_TC.dtype, w_uk_HNC.shape[1])
         self.latents_PC = latents_TC.index_select(0, groups.position_P)
 
     def blocks(self):
@@ -399,17 +394,13 @@ class _GroupedMaps:
         return (mixed_HVSC * self.w_uv_HVC[:, :, None]).sum(-1).transpose(1, 2)
 
 
-class _SharedMaps:
-    """One key and one value map for all tokens, to which an additive gate adds a vector for each distinct id."""
+class SharedMaps:
+    """No gate, or an additive one: one key and one value map, and vectors to add for each distinct id."""
 
     def __init__(self, attention, groups, latents_TC, w_uk_HNC, w_uv_HVC):
-        H, N, C = w_uk_HNC.shape
         self.groups, self.latents_TC, self.w_uk_HNC, self.w_uv_HVC = groups, latents_TC, w_uk_HNC, w_uv_HVC
         if groups is not None:
-            gates_HUD = (
-                attention.kv_gates(groups.ids_U).to(latents_TC.dtype).view(len(groups.ids_U), H, -1).transpose(0, 1)
-            )
-            self.gates_k_HUN, self.gates_v_HUV = gates_HUD[..., :N], gates_HUD[..., N:]
+            self.gates_k_HUN, self.gates_v_HUV = gates_by_head(attention, groups, latents_TC.dtype, w_uk_HNC.shape[1])
             self.group_T = groups.group_T
 
     def scores(self, q_HSN):

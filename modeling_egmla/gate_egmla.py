@@ -78,8 +78,8 @@ class GateTable:
         """Whether `sources` are the same parameters with the same memory, not written to since."""
         return all(
             reference() is p
-            and (alias.data_ptr(), alias.dtype, alias.shape, version)
-            == (p.data_ptr(), p.dtype, p.shape, self._version(p))
+            and (alias.data_ptr(), alias.dtype, alias.shape) == (p.data_ptr(), p.dtype, p.shape)
+            and version == self._version(p)
             for p, (reference, alias, version) in zip(sources, self.sources)
         )
 
@@ -89,11 +89,11 @@ class TokenGate(nn.Module):
     What attention knows about gates. The table `kv_gate_embed`, its projection `kv_gate_proj` and the norm of what was
     gated, `kv_gate_norm`, are modules of the attention itself.
 
-    After [`~TokenGate.precompute_kv_gates`] gates come from a [`GateTable`]. That is derived state: it is neither saved
-    nor copied, it is read only in evaluation mode where no gradient is wanted, and it is computed again when next used
-    after its parameters were replaced, moved or written to. What writes through `parameter.data`, as merging an adapter
-    does, leaves no trace on the parameter; so the table is also dropped by `train()` and when one of its modules is
-    replaced, between which such writes happen.
+    After [`~TokenGate.precompute_kv_gates`] gates come from a [`GateTable`]. That is derived state: neither saved nor
+    copied, read only in evaluation mode where no gradient is wanted, and computed again when next used after its
+    parameters were replaced, moved or written to. What writes through `parameter.data`, as merging an adapter does,
+    leaves no trace on the parameter; so `train()` drops the table too, and so does replacing one of its modules, as
+    putting an adapter on or taking it off does.
     """
 
     def init_kv_gate(self, config: EGMLAConfig) -> None:

@@ -294,7 +294,7 @@ class EGMLAPreTrainedModel(PreTrainedModel):
 
     def precompute_kv_gates(self) -> None:
         """
-        Computes the gates of the whole vocabulary, so that they are looked up and not projected (the paper's EG-MLA-A).
+        Computes the gates of all ids, so that they are looked up and not projected (EG-MLA-A in the paper).
 
         The tables take `vocab_size` x `config.kv_width` elements a layer in the weights' precision. They are derived
         state: not saved with the model, not used in training or where gradients are wanted, computed again at the next
@@ -313,14 +313,14 @@ class EGMLAPreTrainedModel(PreTrainedModel):
 
     def set_kv_decoding(self, decoding: str = "auto") -> None:
         """
-        Chooses how new tokens attend to the cached history; the results are the same up to rounding.
+        Chooses how new tokens attend to the cached history; results are the same up to rounding (docs/decoding.md).
 
         Args:
-            decoding: `"auto"`: by size, as measured. `"expanded"`: keys and values of the whole history, as in
-                prefill. `"tiles"`: the same piece by piece, in bounded memory. `"grouped"`: not expanded, the query goes
-                to the latents once for each distinct token id; where that cannot be (an adapter on `kv_b_proj`,
-                quantised weights) by tiles. All give way to `"expanded"` where gradients are wanted, and with attention
-                implementations other than `sdpa`.
+            decoding: `"auto"` chooses by size, as measured. `"expanded"` makes keys and values of the whole history,
+                as prefill does; `"tiles"` makes them piece by piece, in bounded memory. `"grouped"` makes none: it
+                takes the query to the latents, once for each distinct token id; with an adapter on `kv_b_proj`, with
+                quantised or offloaded weights, or compiled, it gives way to `"tiles"`. Where gradients are wanted, and
+                with attention implementations other than `sdpa`, everything is `"expanded"`.
 
         Raises:
             ValueError: there is no such way.

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import CompileConfig
 
 from modeling_egmla import EGMLACache, EGMLAStaticCache
 from modeling_egmla.decoding_egmla import TILE_TOKENS, TokenGroups, select_decoding
@@ -20,7 +21,7 @@ PADDING = (0, 5, 17)  # of the rows of `padded_batch`
 
 
 def reference_logits(model, ids: list[int]) -> torch.Tensor:
-    """Logits of one sequence [T, vocab] in float64, position by position and head by head from the paper's equations."""
+    """Logits of one sequence [T, vocab] in float64, by position and head, from the paper's equations."""
     c, w = model.config, {name: tensor.double() for name, tensor in model.state_dict().items()}
     H, N, R, V = c.num_attention_heads, c.qk_nope_head_dim, c.qk_rope_head_dim, c.v_head_dim
 
@@ -181,9 +182,11 @@ def test_tiles_and_groups_of_every_size(make_model, way, monkeypatch):
 
 
 @pytest.mark.parametrize("way", FAST)
+@pytest.mark.parametrize("multiplies_bf16", [False, True])
 @pytest.mark.parametrize("kv_gate", ["multiply", "add", "none"])
-def test_bfloat16_is_as_exact_as_expanding(make_model, way, kv_gate):
-    """In bfloat16 each way is about as near to float64 as the expanded computation."""
+def test_bfloat16_is_as_exact_as_expanding(make_model, way, kv_gate, multiplies_bf16, monkeypatch):
+    """In bfloat16 each way is about as near to float64 as the expanded computation, on CPUs with and without it."""
+    monkeypatch.setattr("modeling_egmla.gate_egmla.CPU_MULTIPLIES_BF16", multiplies_bf16)
     model = make_model(kv_gate=kv_gate).to(torch.bfloat16)
     ids, mask = padded_batch()
     expected = reference_logits(model, ids[0].tolist())[-8:]
@@ -445,3 +448,23 @@ def test_groups_hold_every_position_once(ids, appended):
     assert groups.counts_P[groups.place_T].all()
     assert torch.equal(groups.ids_U[groups.group_T], every)
     assert sum(count * size for count, size in groups.blocks) == len(groups.position_P) < 4 * len(every)
+
+
+@pytest.mark.slow  # compiles with inductor
+@pytest.mark.timeout(1200)
+def test_compiled_tiles(make_model):
+    """A compiled static step attends by tiles in one graph, is not compiled again, and gives the same tokens."""
+    model = make_model()
+    model.precompute_kv_gates()
+    ids, mask = padded_batch(12)
+    compile_config = CompileConfig(fullgraph=True)
+    compile_config._compile_all_devices = True
+    settings = {"cache_implementation": "static", "max_cache_len": 600, "compile_config": compile_config}
+    plain = model.generate(ids[:2], attention_mask=mask[:2], max_new_tokens=30)
+    torch._dynamo.reset()
+    model.set_kv_decoding("tiles")
+    assert torch.equal(model.generate(ids[:2], attention_mask=mask[:2], max_new_tokens=30, **settings), plain)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        longer = model.generate(ids[1:], max_new_tokens=300, **settings)
+    model.set_kv_decoding("expanded")
+    assert torch.equal(longer, model.generate(ids[1:], max_new_tokens=300))

@@ -134,9 +134,8 @@ def test_precomputed_gates_are_never_stale(make_model, change):
     with_tables = logits(model)
     assert uses_tables(model)
     model.release_kv_gates()
-    torch.testing.assert_close(
-        with_tables, logits(model), atol=1e-5, rtol=1e-5 if with_tables.dtype != torch.bfloat16 else 0.05
-    )
+    tolerance = 5e-2 if with_tables.dtype == torch.bfloat16 else 1e-5
+    torch.testing.assert_close(with_tables, logits(model), atol=tolerance, rtol=tolerance)
 
 
 def test_adapters_on_gates_win_over_precomputed_gates(make_model):
