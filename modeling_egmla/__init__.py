@@ -20,6 +20,7 @@ from transformers import (
 )
 
 from .cache_egmla import CacheMemory, EGMLACache, EGMLAStaticCache
+from .configuration import preset_path
 from .configuration_egmla import EGMLAConfig
 from .modeling_egmla import (
     EGMLAForCausalLM,
@@ -55,4 +56,5 @@ __all__ = [
     "EGMLAPreTrainedModel",
     "EGMLAStaticCache",
     "__version__",
+    "preset_path",
 ]

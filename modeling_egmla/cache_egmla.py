@@ -20,6 +20,11 @@ from .configuration_egmla import EGMLAConfig
 BLOCK_SIZE = 256  # tokens by which a dynamic cache grows
 
 
+def whole_blocks(length: int) -> int:
+    """`length` tokens, rounded up to whole blocks."""
+    return -(-length // BLOCK_SIZE) * BLOCK_SIZE
+
+
 @dataclass(frozen=True)
 class CacheMemory:
     """
@@ -63,34 +68,39 @@ class GrowingTensor:
 
     def append(self, new: torch.Tensor) -> torch.Tensor:
         """Writes `new` behind what is filled, and returns the view of all of it."""
-        if new.requires_grad or self.buffer.requires_grad or new.dtype != self.buffer.dtype:
-            # A buffer that autograd has saved must not change; another dtype promotes, as concatenation does.
+        expected = list(self.buffer.shape)
+        expected[self.dim] = new.shape[self.dim]
+        fits = list(new.shape) == expected
+        if self.length and not fits:
+            raise ValueError(
+                f"The cache holds a tensor of shape {tuple(self.filled.shape)}, to which {tuple(new.shape)} cannot be "
+                "appended: the batch size or the model changed. Use a new cache, or reorder this one first."
+            )
+        if fits and (torch.is_grad_enabled() or self.buffer.requires_grad or new.dtype != self.buffer.dtype):
+            # A buffer that autograd may have saved must not change; another dtype promotes, as concatenation does.
             self.buffer = torch.cat([self.filled, new], dim=self.dim)
             self.length = self.buffer.shape[self.dim]
             return self.buffer
         length = self.length + new.shape[self.dim]
         # Tensors made under inference_mode cannot be written to outside of it.
         frozen = self.buffer.is_inference() and not torch.is_inference_mode_enabled()
-        if frozen or length > self.buffer.shape[self.dim]:
+        if frozen or not fits or length > self.buffer.shape[self.dim]:
             shape = list(new.shape)
-            shape[self.dim] = -(-length // BLOCK_SIZE) * BLOCK_SIZE
+            shape[self.dim] = whole_blocks(length)
             grown = new.new_empty(shape)
-            grown.narrow(self.dim, 0, self.length).copy_(self.filled)
+            if self.length:
+                grown.narrow(self.dim, 0, self.length).copy_(self.filled)
             self.buffer = grown
-        expected = list(self.buffer.shape)
-        expected[self.dim] = new.shape[self.dim]
-        if list(new.shape) != expected:
-            raise ValueError(
-                f"The cache holds a tensor of shape {tuple(self.filled.shape)}, to which {tuple(new.shape)} cannot be "
-                "appended: the batch size or the model changed. Use a new cache, or reorder this one first."
-            )
         self.buffer.narrow(self.dim, self.length, new.shape[self.dim]).copy_(new)
         self.length = length
         return self.filled
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forgets the last `tokens_to_remove` tokens; the buffer stays."""
+        """Forgets the last `tokens_to_remove` tokens, and gives whole blocks back."""
         self.length = max(self.length - tokens_to_remove, 0)
+        capacity = whole_blocks(self.length)
+        if self.buffer.shape[self.dim] > capacity:
+            self.buffer = self.buffer.narrow(self.dim, 0, capacity).clone()
 
 
 class _MovesTogether:
@@ -285,6 +295,11 @@ class EGMLAStaticLayer(_MovesTogether, _StaticBatch):
         """As [`EGMLALayer.crop`]; the slots of removed tokens are written over later."""
         super().crop(tokens_to_remove)
         self._crop_derived()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """As [`EGMLALayer.crop`]; slots of removed tokens are written over later."""
+        super().crop(tokens_to_remove)
+        self.cumulative_length.clamp_(min=0)
 
     @property
     def allocated_bytes(self) -> int:

@@ -2,6 +2,7 @@
 
 import importlib.resources
 import json
+import math
 from numbers import Real
 
 import transformers
@@ -152,6 +153,22 @@ class EGMLAConfig(PreTrainedConfig):
                     f"`{derived}` is derived: it is {getattr(self, derived)} here, but {given} was given."
                 )
         super().__post_init__(**kwargs)
+        self.check()
+
+    def check(self):
+        """Raises a `ValueError` that names the first field that cannot work."""
+        if self.q_lora_rank == 0:
+            self.q_lora_rank = None
+        self.validate_architecture()
+        self.validate_token_ids()
+        self.validate_rope()
+
+    @classmethod
+    def from_dict(cls, config_dict, **kwargs):
+        """As the library's; `kwargs` override fields, and are checked like them."""
+        loaded = super().from_dict(config_dict, **kwargs)
+        (loaded[0] if isinstance(loaded, tuple) else loaded).check()
+        return loaded
 
     @property
     def head_dim(self) -> int:
@@ -206,6 +223,7 @@ class EGMLAConfig(PreTrainedConfig):
 
     def validate_architecture(self):
         """Checks of single fields and of fields against each other, run at construction."""
+        gated = self.kv_gate != "none"  # without a gate, what the other gate fields say does not count
         for field in (
             "vocab_size",
             "hidden_size",
@@ -216,15 +234,15 @@ class EGMLAConfig(PreTrainedConfig):
             "qk_nope_head_dim",
             "qk_rope_head_dim",
             "v_head_dim",
-            "kv_gate_dim",
             "layer_group_size",
             "max_position_embeddings",
+            *(["kv_gate_dim"] if gated else []),
         ):
             if getattr(self, field) < 1:
                 raise ValueError(f"`{field}` must be at least 1, but is {getattr(self, field)}.")
         if self.q_lora_rank is not None and self.q_lora_rank < 1:
             raise ValueError(f"`q_lora_rank` must be None, 0 or positive, but is {self.q_lora_rank}.")
-        for field in ("kv_gate_norm_eps", "rms_norm_eps", "initializer_range"):
+        for field in ("rms_norm_eps", "initializer_range", *(["kv_gate_norm_eps"] if gated else [])):
             if not 0 < getattr(self, field) < 1:
                 raise ValueError(f"`{field}` must lie between 0 and 1, but is {getattr(self, field)}.")
         if not 0 <= self.attention_dropout < 1:
@@ -236,7 +254,7 @@ class EGMLAConfig(PreTrainedConfig):
             )
         if self.kv_gate not in KV_GATES:
             raise ValueError(f"`kv_gate` must be one of {KV_GATES}, but is {self.kv_gate!r}.")
-        if self.kv_gate_norm not in KV_GATE_NORMS:
+        if gated and self.kv_gate_norm not in KV_GATE_NORMS:
             raise ValueError(f"`kv_gate_norm` must be one of {KV_GATE_NORMS}, but is {self.kv_gate_norm!r}.")
         if self.num_hidden_layers % self.layer_group_size:
             raise ValueError(
@@ -261,7 +279,7 @@ class EGMLAConfig(PreTrainedConfig):
         """Rotary settings; stricter than the library, which logs a warning for most settings that cannot work."""
         rope = self.rope_parameters or {}
         rope_type = rope.get("rope_type", rope.get("type", "default"))
-        if rope_type not in ROPE_KEYS:
+        if not isinstance(rope_type, str) or rope_type not in ROPE_KEYS:
             raise ValueError(
                 f"`rope_parameters['rope_type']` must be one of {tuple(ROPE_KEYS)}, but is {rope_type!r}."
             )
@@ -280,32 +298,44 @@ class EGMLAConfig(PreTrainedConfig):
             )
 
         def check(key: str, low: float, strictly: bool = True):
-            value = rope.get(key)
-            if value is None and key not in required:
+            if key not in rope:
                 return
-            is_number = isinstance(value, Real) and not isinstance(value, bool)
+            value = rope[key]
+            if value is None and key in optional - {"original_max_position_embeddings"}:
+                return
+            is_number = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
             if not is_number or value < low or (strictly and value == low):
                 bound = f"{'above' if strictly else 'at least'} {low:g}"
                 raise ValueError(f"`rope_parameters[{key!r}]` must be a number {bound}, but is {value!r}.")
 
-        check("rope_theta", 0)
+        check("rope_theta", 1 if rope_type == "yarn" else 0)
         check("factor", 1, strictly=False)
         for key in ("attention_factor", "beta_fast", "beta_slow", "low_freq_factor", "high_freq_factor"):
             check(key, 0)
         for key in ("mscale", "mscale_all_dim"):
             check(key, 0, strictly=False)
         check("original_max_position_embeddings", 0)
+        if not isinstance(rope.get("truncate", True), bool):
+            raise ValueError(f"`rope_parameters['truncate']` must be a bool, but is {rope['truncate']!r}.")
+        if rope_type == "dynamic" and self.qk_rope_head_dim <= 2:
+            raise ValueError("`qk_rope_head_dim` must be above 2 for `rope_parameters` of type 'dynamic'.")
         if rope_type == "yarn" and (rope.get("beta_fast") or 32) < (rope.get("beta_slow") or 1):
             raise ValueError("`rope_parameters['beta_fast']` must not be below `rope_parameters['beta_slow']`.")
         if rope_type == "llama3" and rope["high_freq_factor"] <= rope["low_freq_factor"]:
             raise ValueError(
                 "`rope_parameters['high_freq_factor']` must be above `rope_parameters['low_freq_factor']`."
             )
+        pairs = self.qk_rope_head_dim // 2
         for key in ("short_factor", "long_factor"):
-            if key in required and (not isinstance(rope[key], list) or len(rope[key]) != self.qk_rope_head_dim // 2):
+            factors = rope.get(key)
+            if key in required and not (
+                isinstance(factors, list)
+                and len(factors) == pairs
+                and all(isinstance(f, Real) and math.isfinite(f) and f > 0 for f in factors)
+            ):
                 raise ValueError(
-                    f"`rope_parameters[{key!r}]` must be a list of {self.qk_rope_head_dim // 2} numbers, one for each "
-                    "pair of rotary channels."
+                    f"`rope_parameters[{key!r}]` must be a list of {pairs} positive numbers, one for each pair of "
+                    "rotary channels."
                 )
 
 

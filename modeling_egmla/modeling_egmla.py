@@ -287,6 +287,10 @@ class EGMLAPreTrainedModel(PreTrainedModel):
     _supports_attention_backend = True
     _can_record_outputs = {"hidden_states": EGMLADecoderLayer, "attentions": EGMLAAttention}
 
+    def __init__(self, config: EGMLAConfig, *args, **kwargs):
+        config.check()  # fields may have been changed since it was made
+        super().__init__(config, *args, **kwargs)
+
     def _init_weights(self, module):
         super()._init_weights(module)
         if isinstance(module, EGMLAGateProjection):
@@ -438,8 +442,8 @@ class EGMLAModel(EGMLAPreTrainedModel):
 
         if use_cache and cache is None:
             cache = EGMLACache(self.config)
-        if cache is not None and not getattr(cache, "holds_latents", False):
-            self._check_expanded_cache(cache)
+        if cache is not None:
+            self._check_cache(cache)
 
         if position_ids is None:
             past_seen_tokens = cache.get_seq_length() if cache is not None else 0
@@ -501,8 +505,17 @@ class EGMLAModel(EGMLAPreTrainedModel):
             check_ids_in_vocabulary(token_ids, self.config.vocab_size)
         return token_ids
 
-    def _check_expanded_cache(self, cache: Cache) -> None:
-        """A cache of another class holds expanded keys and values: say so once, and refuse one of another model."""
+    def _check_cache(self, cache: Cache) -> None:
+        """Refuses a cache of another model; says once that a cache of another class holds expanded keys and values."""
+        if getattr(cache, "holds_latents", False):
+            if len(cache.layers) != self.config.num_layer_groups:
+                raise ValueError(
+                    f"The cache was made for {len(cache.layers)} layer groups, but this model has "
+                    f"{self.config.num_layer_groups}: make it with `{type(cache).__name__}(model.config)`."
+                )
+            return
+        if torch.compiler.is_compiling():
+            return
         logger.warning_once(
             f"A {type(cache).__name__} holds expanded keys and values: {self.config.num_attention_heads} heads of "
             f"{self.config.qk_head_dim} + {self.config.v_head_dim} elements a token and layer, where an EGMLACache "
@@ -636,7 +649,12 @@ class EGMLAForCausalLM(EGMLAPreTrainedModel, GenerationMixin):
         elif type(cache) is DynamicCache:
             model_kwargs["cache"] = EGMLACache(self.config, offloading=cache.offloading)
         elif type(cache) is StaticCache:
-            model_kwargs["cache"] = EGMLAStaticCache(self.config, cache.get_max_length(), offloading=cache.offloading)
+            cache = EGMLAStaticCache(self.config, cache.get_max_length(), offloading=cache.offloading)
+            if generation_config.prefill_chunk_size is not None and not hasattr(self, "hf_device_map"):
+                # Chunks are prefilled by compiled code, which must find the room there.
+                sequences = batch_size * max(generation_config.num_beams, generation_config.num_return_sequences)
+                cache.early_initialization(sequences, dtype=self.dtype, device=self.device)
+            model_kwargs["cache"] = cache
 
     def _prefill(self, input_ids, generation_config, model_kwargs, is_first_iteration=True):
         self._check_prompt(input_ids, generation_config, model_kwargs)

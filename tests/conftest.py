@@ -56,12 +56,17 @@ def tiny_config(**changes) -> EGMLAConfig:
 
 @torch.no_grad()
 def scramble(model, seed: int = 0):
-    """Gives every parameter a random value (also norms, biases and the padding id's row), whatever its initial one."""
+    """
+    Gives every parameter a random value (also norms, biases and the padding id's row), whatever its initial one.
+    Logits then have a deviation near 2, a wrong id moves them by 0.1 to 1, and float32 rounds them by some 1e-6.
+    """
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
-        noise = 0.3 * torch.randn(parameter.shape, generator=generator)
-        is_scale = parameter.dim() == 1 and name.endswith("weight")
-        parameter.copy_(1 + noise if is_scale else noise)
+        noise = torch.randn(parameter.shape, generator=generator)
+        if parameter.dim() == 1:
+            parameter.copy_(0.3 * noise + name.endswith("weight"))
+        else:
+            parameter.copy_((0.3 if "embed" in name or "lm_head" in name else 0.1) * noise)
     return model
 
 

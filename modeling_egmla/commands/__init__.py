@@ -1,15 +1,44 @@
-"""The `egmla` command."""
+"""The `egmla` command: one module a subcommand. What is slow to import is imported when a command runs."""
 
 import typer
 
+from .common import Commands
+from .convert import convert
+from .demo import demo
+from .eval import evaluate
+from .generate import generate
+from .plan import plan
+from .train import train
 
-app = typer.Typer(help="EG-MLA models: generate, plan, demonstrate.", no_args_is_help=True)
+
+app = typer.Typer(
+    cls=Commands,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 
 
 @app.callback()
-def _commands() -> None:
-    pass
+def egmla() -> None:
+    """
+    EG-MLA language models: attention on a small cache of latents, gated by token id (arXiv:2509.16686).
+
+    Start with `egmla demo`, or `egmla generate "The state of the Union is"`.
+
+    An error is one sentence; with `EGMLA_DEBUG=1` in the environment, it comes with where it is from.
+    """
+
+
+app.command()(generate)
+app.command()(plan)
+app.command()(demo)
+app.command("eval")(evaluate)
+app.command()(train)
+app.command()(convert)
 
 
 def main() -> None:
-    app()
+    app(prog_name="egmla")

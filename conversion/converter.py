@@ -1,0 +1,419 @@
+"""
+Conversion of checkpoints: from other layouts to EG-MLA, back, and from MLA to EG-MLA.
+
+Everything goes through EG-MLA's names: a source layout says where its tensors are, a target layout where they go, and
+views in between change what has to change (see `weights.py`). Tensors pass one at a time.
+"""
+
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer, GenerationConfig
+from transformers.dynamic_module_utils import custom_object_save
+
+from ..configuration_egmla import EGMLAConfig
+from .checking import (
+    EXACT_THRESHOLD,
+    ROUNDED_THRESHOLD,
+    Comparison,
+    TextScore,
+    check_ids,
+    compare,
+    folder_logits,
+    read_reference,
+    score_text,
+)
+from .checkpoint import WEIGHT_DTYPES, Checkpoint, ConversionError, write_checkpoint
+from .folders import leftovers, new_folder, refuse_existing
+from .gating import Bases, fit_norms, stands_for, with_gate
+from .layouts import (
+    LAYOUTS,
+    LIBRARY_LAYOUTS,
+    Layout,
+    detect_layout,
+    get_layout,
+    not_read,
+    not_written,
+    read_config,
+    read_fp8,
+    read_raw_config,
+    write_config,
+)
+from .weights import (
+    Inventory,
+    Weights,
+    build_model,
+    empty_model,
+    expected_tensors,
+    layer_pattern,
+    source_weights,
+    with_dtypes,
+    with_own_head,
+    with_rotary_pairs,
+)
+
+
+# Files that belong to a model beside its weights and its config.
+CARRIED = (
+    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.tiktoken", "*.model"),
+    *("chat_template*", "additional_chat_templates", "generation_config.json", "LICENSE*", "NOTICE*"),
+)
+WINDOW = 256  # tokens in a piece of calibration text
+
+
+class CheckFailed(ConversionError):
+    """The converted model does not compute what its source computes; nothing was written."""
+
+
+@dataclass
+class Report:
+    """
+    What a conversion did.
+
+    Attributes:
+        source_layout, target_layout: names.
+        tensors: number of tensors written.
+        dtypes: their dtypes.
+        inventory: what the source held beside what was expected.
+        new: tensors that the source does not have, `{n}` for a layer.
+        carried: files taken over.
+        left: files of the source that were not taken over.
+        notes: settings without a counterpart, and whatever else a user should know.
+        stages: scores on held-out calibration text at every stage of a start from MLA.
+        comparison: logits against the source's; None if they were not compared.
+    """
+
+    source_layout: str
+    target_layout: str
+    tensors: int = 0
+    dtypes: tuple[str, ...] = ()
+    inventory: Inventory = field(default_factory=Inventory)
+    new: tuple[str, ...] = ()
+    carried: list[str] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    stages: dict[str, TextScore] = field(default_factory=dict)
+    comparison: Comparison | None = None
+
+
+def convert(
+    source: str | Path,
+    target: str | Path,
+    *,
+    layout: str | None = None,
+    to: str | None = None,
+    config_file: str | Path | None = None,
+    rope_layout: str = "keep",
+    dtype: torch.dtype | None = None,
+    gate: str = "none",
+    gate_dim: int = 256,
+    gate_norm: str = "layer_norm",
+    calibration: str | Path | torch.Tensor | None = None,
+    calibration_tokens: int = 16384,
+    drop: Sequence[str] = (),
+    max_shard_size: int | str = "5GB",
+    force: bool = False,
+    check: bool = True,
+    threshold: float | None = None,
+    reference_logits: str | Path | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Report:
+    """
+    Converts a checkpoint folder into another, which appears under its name only when it is complete and checked.
+
+    Args:
+        source, target: folders.
+        layout: layout of the source, by name or as a .yaml file; by default its config.json tells.
+        to: layout of the target; by default `"egmla"`.
+        config_file: the source's config.json, if it lies elsewhere (not for the library's own layouts).
+        rope_layout: `"pairs"` or `"halves"`: how rotary channels lie in the target; `"keep"` as in the source, or as
+            the target's layout wants them.
+        dtype: of the target's tensors; by default the source's, bfloat16 for what is stored in 8 bits.
+        gate: `"multiply"` or `"add"` starts an EG-MLA model from an MLA model.
+        gate_dim, gate_norm: of its gates, as in [`EGMLAConfig`].
+        calibration: text file, or ids [N, S], to fit a gate LayerNorm on and to measure loss.
+        calibration_tokens: tokens of the file to use; the last quarter measures loss and is not fitted on.
+        drop: patterns of source tensors that may be left out.
+        max_shard_size: bytes in a weight file.
+        force: replace a target that exists.
+        check: compare logits with the source's.
+        threshold: largest relative difference of logits; by default 1e-4, or 2e-2 if tensors were computed and rounded
+            to 16 bits, and none for a start with a gate LayerNorm, which is not exact in general.
+        reference_logits: safetensors file with `input_ids` and `logits` of the source, in the place of running it.
+        progress: called with the number of tensors written and to be written.
+
+    Raises:
+        ConversionError: the source cannot be converted; the message names tensor, field or file, and the remedy.
+        CheckFailed: the logits differ.
+        FileExistsError: the target exists.
+    """
+    source, target = Path(source), Path(target)
+    refuse_existing(target.absolute(), force)
+    if not source.is_dir():
+        raise ConversionError(
+            f"{source} is no folder. Fetch a model from the Hub first: hf download ID --local-dir DIR."
+        )
+    if source.resolve().is_relative_to(target.resolve()):
+        raise ConversionError("The source is the target or lies in it: choose another target.")
+
+    source_layout, raw_config = _source_layout(source, layout, config_file)
+    target_layout = get_layout(to or "egmla")
+    report = Report(source_layout.name, target_layout.name)
+    report.notes += [f"a killed run left {path}, which can be deleted" for path in leftovers(target)]
+    if unread := not_read(source_layout, raw_config):
+        report.notes.append(f"settings of the source that EG-MLA has no counterpart for: {', '.join(unread)}")
+
+    config, scales = read_config(source_layout, source, raw_config)
+    checkpoint = Checkpoint(source, source_layout.checkpoint_key, read_fp8(source_layout, raw_config, dtype))
+    original, report.inventory = source_weights(checkpoint, source_layout, config, scales, drop, dtype)
+    weights, bases = original, None
+    if gate != "none":
+        wide = source_weights(checkpoint, source_layout, config, scales, drop, torch.float32)[0]
+        # Calibration builds a model at each stage, so that bases are worth their memory.
+        bases = Bases(wide, keep=calibration is not None) if gate_norm == "layer_norm" else None
+        windows = None if calibration is None else _windows(calibration, calibration_tokens, source, config)
+        weights, report.stages = _start_gate(wide, gate, gate_dim, gate_norm, bases, windows, report.notes)
+        weights = with_dtypes(weights, lambda name: original.dtype(stands_for(name)))
+    elif calibration is not None:
+        raise ConversionError("Calibration text is for a start with a gate: give --gate multiply too.")
+    weights = _for_layout(weights, target_layout, rope_layout)
+    written_config = write_config(target_layout, weights.config)
+    lost = not_written(target_layout, weights.config) if target_layout.name != "egmla" else []
+    if lost:
+        report.notes.append(f"settings that layout {target_layout.name} has no place for: {', '.join(lost)}")
+
+    shapes = expected_tensors(weights.config)
+    names = {target_layout.theirs(name): name for name in shapes}
+    empty = {
+        theirs: torch.empty(shapes[name], dtype=weights.dtype(name), device="meta") for theirs, name in names.items()
+    }
+    known = expected_tensors(original.config)
+    report.new = tuple(sorted({layer_pattern(name) for name in shapes if name not in known}))
+    report.tensors = len(names)
+    report.dtypes = tuple(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in empty.values()}))
+
+    if check and reference_logits is not None:
+        input_ids, reference = read_reference(Path(reference_logits))
+    elif check:
+        input_ids = check_ids(config.vocab_size, config.max_position_embeddings)
+        reference = folder_logits(source, source_layout, checkpoint, raw_config, input_ids)
+
+    with new_folder(target, force) as folder:
+        done = iter(range(1, len(names) + 1))
+        write_checkpoint(
+            folder,
+            empty,
+            lambda theirs: _finite(theirs, weights.read(names[theirs])),
+            max_shard_size,
+            written=lambda name: progress(next(done), len(names)),
+        )
+        if bases is not None:
+            before, after = (max(spreads) for spreads in zip(*bases.spreads.values()))
+            report.notes.append(
+                f"largest over smallest singular value of the up-projection, worst layer: {before:.4g} before the "
+                f"change of basis, {after:.4g} after; at 1 the gate's LayerNorm changes nothing"
+            )
+        written = Checkpoint(folder)  # the files can be opened and hold all tensors
+        if written.tensors.keys() != empty.keys():
+            raise ConversionError(f"{folder} does not hold what was written: the disk may be full or failing.")
+        model_dtype = weights.dtype("model.layers.0.self_attn.o_proj.weight")
+        raw_written = _write_configs(folder, target_layout, weights.config, written_config, model_dtype)
+        _carry_files(source, folder, weights.config, checkpoint.files, report)
+        if check:
+            if target_layout.name in LAYOUTS:
+                logits = folder_logits(folder, target_layout, written, raw_written, input_ids)
+            else:  # no code runs it: read it back as EG-MLA
+                model = build_model(source_weights(written, target_layout, weights.config)[0])
+                logits = model(input_ids, use_cache=False).logits.detach()
+            if threshold is None and bases is None:
+                threshold = _default_threshold(checkpoint, report, dtype, empty)
+            report.comparison = compare(logits, reference, threshold)
+            if not report.comparison.passed:
+                raise CheckFailed(
+                    f"The converted model does not agree with its source: {report.comparison}. Nothing was written. "
+                    "If the difference is meant, give --threshold or --no-check."
+                )
+    return report
+
+
+def _default_threshold(
+    checkpoint: Checkpoint, report: Report, dtype: torch.dtype | None, written: dict[str, torch.Tensor]
+) -> float:
+    """Logits differ by the order of sums only, unless tensors in 16 bits were rounded anew."""
+    narrow = any(tensor.dtype.itemsize < 4 for tensor in written.values())
+    narrowed = dtype is not None and any(info.dtype.itemsize > dtype.itemsize for info in checkpoint.tensors.values())
+    return ROUNDED_THRESHOLD if narrow and (report.inventory.scaled or narrowed) else EXACT_THRESHOLD
+
+
+def _finite(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    # Of the smallest and the largest value, which not-a-number takes over: no copy of the tensor, as `isfinite` makes.
+    if not torch.isfinite(torch.stack(tensor.aminmax())).all():
+        raise ConversionError(
+            f"Tensor {name} holds values that are not finite in {str(tensor.dtype).removeprefix('torch.')}: the "
+            "source is damaged, or its values need a wider --dtype."
+        )
+    return tensor
+
+
+def _source_layout(source: Path, layout: str | None, config_file: str | Path | None) -> tuple[Layout, dict[str, Any]]:
+    """Layout of a source and the content of its config.json, empty where a layout's constants say everything."""
+    path = Path(config_file) if config_file is not None else source / "config.json"
+    found = get_layout(layout) if layout is not None else None
+    raw_config = {} if found is not None and not found.config and not path.is_file() else read_raw_config(path)
+    if found is None:
+        found = detect_layout(source, raw_config)
+    if config_file is not None and found.name in LIBRARY_LAYOUTS:
+        raise ConversionError(f"Layout {found.name} reads the config.json of its folder: put {config_file} there.")
+    return found, raw_config
+
+
+def _for_layout(weights: Weights, layout: Layout, rope_layout: str) -> Weights:
+    """Rotary channels and head as the target's layout wants them."""
+    if rope_layout not in ("keep", "halves", "pairs"):
+        raise ConversionError(f"`rope_layout` must be keep, halves or pairs, but is {rope_layout!r}.")
+    wanted = layout.constants.get("rope_interleave")
+    if rope_layout != "keep":
+        chosen = rope_layout == "pairs"
+        if wanted not in (None, chosen):
+            raise ConversionError(f"Layout {layout.name} holds rotary {'pairs' if wanted else 'halves'} only.")
+        wanted = chosen
+    if wanted is not None:
+        weights = with_rotary_pairs(weights, wanted)
+    if layout.constants.get("tie_word_embeddings") is False:
+        weights = with_own_head(weights)
+    if layout.scales:
+        raise ConversionError(
+            f"Layout {layout.name} can be read, not written: write deepseek_v3, which has no scales."
+        )
+    return weights
+
+
+def _start_gate(
+    weights: Weights,
+    gate: str,
+    gate_dim: int,
+    norm: str,
+    bases: Bases | None,
+    windows: torch.Tensor | None,
+    notes: list[str],
+) -> tuple[Weights, dict[str, TextScore]]:
+    """An EG-MLA model from an MLA model, and how it does at every stage on the last quarter of `windows` [N, S]."""
+    if weights.config.kv_gate != "none":
+        raise ConversionError(f"The source has gates already (`kv_gate` is {weights.config.kv_gate!r}).")
+    gated = with_gate(weights, gate, gate_dim, norm, bases=bases)
+    if windows is None:
+        if norm == "layer_norm":
+            notes.append("the gate's LayerNorm was not fitted and no loss measured: give text with --calibration")
+        return gated, {}
+
+    held_out = max(len(windows) // 4, 1)
+    fit_on, measure_on = windows[:-held_out], windows[-held_out:]
+    model = build_model(weights)
+
+    def score(stage: Weights) -> TextScore:
+        return score_text(build_model(stage), model, measure_on)
+
+    stages = {"source": score_text(model, model, measure_on)}
+    if norm == "none":
+        return gated, {**stages, "neutral gate": score(gated)}
+    naive = with_gate(weights, gate, gate_dim, norm)
+    fitted = with_gate(weights, gate, gate_dim, norm, bases=bases, fitted=fit_norms(model, gated, fit_on))
+    stages["neutral gate, LayerNorm as it is initialised"] = score(naive)
+    stages["change of basis"] = before = score(gated)
+    stages["LayerNorm fitted"] = after = score(fitted)
+    if after.divergence > before.divergence:
+        notes.append("the fitted LayerNorm was no better on held-out text and was not used")
+        return gated, stages
+    return fitted, stages
+
+
+def _windows(calibration: str | Path | torch.Tensor, tokens: int, source: Path, config: EGMLAConfig) -> torch.Tensor:
+    """Calibration ids, [N, S]."""
+    if isinstance(calibration, torch.Tensor):
+        windows = calibration
+    else:
+        try:
+            text = Path(calibration).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConversionError(f"Calibration text {calibration} cannot be read as UTF-8 ({error}).") from error
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(source)
+        except (OSError, ValueError) as error:
+            raise ConversionError(f"Calibration text needs a tokenizer in {source} ({error}).") from error
+        # Some eight bytes a token at most, so that a large file is not tokenised in vain.
+        ids = tokenizer(text[: 8 * tokens], add_special_tokens=False, verbose=False)["input_ids"][:tokens]
+        length = min(WINDOW, config.max_position_embeddings)
+        windows = torch.tensor(ids[: len(ids) // length * length]).view(-1, length)
+    if windows.dim() != 2 or windows.shape[0] < 2:
+        raise ConversionError(
+            f"Calibration needs at least two windows of {min(WINDOW, config.max_position_embeddings)} tokens: give "
+            "more text."
+        )
+    if (outside := windows[(windows < 0) | (windows >= config.vocab_size)]).numel():
+        raise ConversionError(
+            f"The tokenizer gives id {outside[0].item()}, outside the model's vocabulary of {config.vocab_size}: it "
+            "does not belong to the model."
+        )
+    return windows
+
+
+def _write_configs(
+    folder: Path, layout: Layout, config: EGMLAConfig, written: dict[str, Any] | None, dtype: torch.dtype
+) -> dict[str, Any]:
+    """Writes config.json, generation_config.json and, for EG-MLA, the code beside them; returns the config.json."""
+    path = folder / "config.json"
+    if layout.name == "egmla":
+        model = empty_model(config)
+        model.config.architectures, model.config.dtype = [type(model).__name__], dtype
+        custom_object_save(model, folder, config=model.config)
+        model.config.save_pretrained(folder)
+        GenerationConfig.from_model_config(config).save_pretrained(folder)
+    elif layout.name in LIBRARY_LAYOUTS:
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        written |= {
+            "first_k_dense_replace": config.num_hidden_layers,
+            "num_key_value_heads": config.num_attention_heads,
+        }
+        if layout.name == "deepseek_v3":
+            written["num_mtp_layers"] = 0
+        theirs = AutoConfig.for_model(layout.name, **written)
+        theirs.architectures, theirs.dtype = [AutoModelForCausalLM._model_mapping[type(theirs)].__name__], dtype
+        theirs.save_pretrained(folder)
+        GenerationConfig.from_model_config(theirs).save_pretrained(folder)
+    else:
+        path.write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
+    return read_raw_config(path)
+
+
+def _carry_files(source: Path, folder: Path, config: EGMLAConfig, converted: Sequence[str], report: Report) -> None:
+    """Copies tokenizer, chat template, generation config and licence, and says which files stay behind."""
+    for path in sorted(source.iterdir()):
+        if path.is_dir() and path.name in CARRIED:
+            shutil.copytree(path, folder / path.name)
+            report.carried.append(f"{path.name}/")
+        elif path.is_file() and any(fnmatchcase(path.name, pattern) for pattern in CARRIED):
+            shutil.copyfile(path, folder / path.name)
+            report.carried.append(path.name)
+        elif path.name not in converted and not (folder / path.name).exists():
+            report.left.append(f"{path.name}/" if path.is_dir() else path.name)
+    tokenizer_config = folder / "tokenizer_config.json"
+    if tokenizer_config.is_file():
+        if "auto_map" in json.loads(tokenizer_config.read_text(encoding="utf-8")):
+            report.notes.append("the tokenizer needs code of its own (`auto_map`), which was not taken over")
+        else:
+            size = len(AutoTokenizer.from_pretrained(folder))
+            if size > config.vocab_size:
+                report.notes.append(
+                    f"the tokenizer has {size} tokens, the model {config.vocab_size}: call "
+                    "`model.resize_token_embeddings(len(tokenizer))` before using the rest"
+                )
+
+
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in WEIGHT_DTYPES}

@@ -1,0 +1,109 @@
+"""New folders that appear whole or not at all."""
+
+import ctypes
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def new_folder(target: str | Path, force: bool = False) -> Iterator[Path]:
+    """
+    Gives a temporary folder beside `target` to write into, which takes the name `target` when the block ends.
+
+    If the block raises, or the process is interrupted, the temporary folder is removed and `target` is as it was. A
+    process that is killed leaves the temporary folder, `.NAME.partial-*`, and still nothing under the final name.
+
+    Args:
+        target: folder to make.
+        force: replace a `target` that exists, at once and only when the new folder is complete.
+
+    Raises:
+        FileExistsError: `target` exists and `force` is false, or it is no folder of a model.
+    """
+    target = Path(target).absolute()
+    refuse_existing(target, force)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{target.name}.partial-", dir=target.parent))
+    try:
+        yield partial
+        partial.chmod(0o777 & ~_umask())  # mkdtemp makes folders that only their owner can read
+        _flush(partial)
+        refuse_existing(target, force)
+        _publish(partial, target)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def refuse_existing(target: Path, force: bool) -> None:
+    """Raises a `FileExistsError` if writing to `target` would touch what is there."""
+    if target.is_symlink() or (target.exists() and not target.is_dir()):
+        raise FileExistsError(f"{target} exists and is not a folder: choose another name.")
+    if not target.exists() or not any(target.iterdir()):
+        return
+    if not force:
+        raise FileExistsError(f"{target} exists already: choose another name, or replace it with --force.")
+    if not (target / "config.json").is_file():
+        raise FileExistsError(f"{target} has no config.json, so it is no model that --force would replace: remove it.")
+
+
+def leftovers(target: str | Path) -> list[Path]:
+    """Temporary folders that killed processes left beside `target`."""
+    target = Path(target).absolute()
+    return sorted(path for path in target.parent.glob(f".{target.name}.partial-*") if path.is_dir())
+
+
+def _publish(partial: Path, target: Path) -> None:
+    if not target.exists() or not any(target.iterdir()):
+        os.rename(partial, target)  # also replaces an empty folder
+    elif _exchange(partial, target):
+        pass  # `partial` is the old folder now, which the caller removes
+    else:
+        old = Path(tempfile.mkdtemp(prefix=f".{target.name}.old-", dir=target.parent))
+        os.rename(target, old)
+        try:
+            os.rename(partial, target)
+        except BaseException:
+            os.rename(old, target)
+            raise
+        shutil.rmtree(old, ignore_errors=True)
+    _sync(target.parent)
+
+
+def _exchange(first: Path, second: Path) -> bool:
+    """Swaps two paths in one step where the system can (Linux), so that there is no moment without a `target`."""
+    at_cwd, rename_exchange = -100, 2
+    try:
+        libc = ctypes.CDLL(None, use_errno=True)
+        return libc.renameat2(at_cwd, os.fsencode(first), at_cwd, os.fsencode(second), rename_exchange) == 0
+    except (OSError, AttributeError, TypeError):
+        return False
+
+
+def _flush(folder: Path) -> None:
+    """Brings the folder's content to the disk, so that its final name never stands for content that is lost."""
+    for path in folder.rglob("*"):
+        _sync(path)
+    _sync(folder)
+
+
+def _sync(path: Path) -> None:
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except (PermissionError, IsADirectoryError):
+        return  # folders cannot be opened on Windows
+    try:
+        os.fsync(descriptor)
+    except OSError:
+        pass
+    finally:
+        os.close(descriptor)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

@@ -1,0 +1,151 @@
+"""`egmla generate`: text from a model, and what its cache holds meanwhile."""
+
+import sys
+import time
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from .common import Device, Dtype, TrustRemoteCode, console, format_bytes, load_model, plain_table
+
+
+if TYPE_CHECKING:
+    from rich.table import Table
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+def generate(
+    text: Annotated[str, typer.Argument(help="The beginning of the text, or - to read it from standard input.")],
+    model: Annotated[
+        str | None, typer.Option("--model", "-m", help="Folder or Hub id; by default the small model of this package.")
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", min=1, help="Tokens to add.")] = 100,
+    temperature: Annotated[float, typer.Option(min=0.0, help="Below 1 safer, above 1 wilder; 0 is greedy.")] = 0.8,
+    top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="Draw from the likeliest tokens up to this.")] = 0.95,
+    greedy: Annotated[bool, typer.Option("--greedy", help="Take the likeliest token always.")] = False,
+    seed: Annotated[int | None, typer.Option(help="Make the draws repeatable.")] = None,
+    cache: Annotated[
+        Literal["dynamic", "static"], typer.Option(help="Grow the cache by blocks, or allocate all of it at once.")
+    ] = "dynamic",
+    device: Device = None,
+    dtype: Dtype = "auto",
+    trust_remote_code: TrustRemoteCode = False,
+) -> None:
+    """
+    Continue a text, then show speed and the bytes that the cache really held.
+
+    Examples:
+
+    - `egmla generate "The state of the Union is"`
+    - `egmla generate "My fellow citizens," -n 300 --temperature 0.6 --seed 1`
+    - `cat speech.txt | egmla generate - --greedy --model me/my-egmla`
+    """
+    text = sys.stdin.read() if text == "-" else text
+    language_model, tokenizer = load_model(model, device, dtype, trust_remote_code)
+    if language_model.config.model_type != "egmla":
+        raise ValueError(
+            f"{model} is a model of type {language_model.config.model_type}, but this command is for EG-MLA models; "
+            "`egmla eval` takes any."
+        )
+    generate_and_report(
+        language_model,
+        tokenizer,
+        text,
+        max_new_tokens=max_new_tokens,
+        sampling={} if greedy or temperature == 0 else {"temperature": temperature, "top_p": top_p},
+        seed=seed,
+        static=cache == "static",
+    )
+
+
+def generate_and_report(
+    model: "PreTrainedModel",
+    tokenizer: "PreTrainedTokenizerBase",
+    text: str,
+    max_new_tokens: int,
+    sampling: dict,
+    seed: int | None = None,
+    static: bool = False,
+) -> None:
+    """
+    Prints `text` and its continuation as it is made, then tokens a second and the memory of the cache.
+
+    Args:
+        sampling: `temperature` and `top_p`; empty for greedy generation.
+    """
+    from transformers import TextStreamer, set_seed
+
+    class Streamer(TextStreamer):
+        """Notes when each token came; the first is the prompt."""
+
+        def __init__(self):
+            super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+            self.times = []
+
+        def put(self, value):
+            self.times.append(time.perf_counter())
+            super().put(value)
+
+    inputs = tokenizer(text, return_tensors="pt").to(model.device)
+    prompt_length, context = inputs.input_ids.shape[1], model.config.max_position_embeddings
+    if prompt_length == 0:
+        raise ValueError("The text has no tokens: give at least one word.")
+    if prompt_length + max_new_tokens > context:
+        raise ValueError(
+            f"The text has {prompt_length:,} tokens and {max_new_tokens:,} more are wanted, but the model's context "
+            f"is {context:,}: shorten the text or lower --max-new-tokens."
+        )
+    if seed is not None:
+        set_seed(seed)
+
+    streamer = Streamer()
+    out = console()
+    out.print(text, style="bold", end="", markup=False, soft_wrap=True)
+    outputs = model.generate(
+        inputs.input_ids,
+        attention_mask=inputs.attention_mask,
+        do_sample=bool(sampling),
+        **sampling,
+        max_new_tokens=max_new_tokens,
+        streamer=streamer,
+        cache_implementation="static" if static else None,
+        return_dict_in_generate=True,
+    )
+    new_tokens = outputs.sequences.shape[1] - prompt_length
+    out.print(f"\n{speed(streamer.times, new_tokens)}", style="dim")
+    out.print(cache_table(model.config, outputs.cache))
+
+
+def speed(times: list[float], new_tokens: int) -> str:
+    """What the moments at which prompt and tokens came say about speed."""
+    prefill, decoding = times[1] - times[0], times[-1] - times[1]
+    said = f"{new_tokens} tokens; the first after {1000 * prefill:,.0f} ms"
+    return f"{said}, then {(new_tokens - 1) / decoding:,.1f} tokens a second" if new_tokens > 1 else said
+
+
+def cache_table(config, cache) -> "Table":
+    """Bytes in a live cache beside those that other attention of the same shape would hold for the same tokens."""
+    from ..plan import multi_head_cache_elements, multi_head_kinds
+
+    memory = cache.memory()
+    batch, tokens = cache.token_ids.shape[0], int(cache.get_seq_length())
+    element = cache.latents[0].element_size()
+    kinds = multi_head_kinds(config)
+    gated = config.kv_gate != "none"
+    others = {f"MLA-{config.kv_lora_rank}": config.cache_elements_per_token} if gated else {}
+    others |= {kind: multi_head_cache_elements(config, kv_heads) for kind, kv_heads in kinds.items()}
+    others = {kind: batch * tokens * elements * element for kind, elements in others.items()}
+
+    dtype = str(cache.latents[0].dtype).removeprefix("torch.")
+    table = plain_table(f"Cache of {batch * tokens:,} tokens, {dtype}", "", "bytes", "", "of MHA")
+
+    def add(name: str, size: int, style: str | None = None) -> None:
+        table.add_row(name, f"{size:,}", format_bytes(size), f"{size / others['MHA']:.1%}", style=style)
+
+    add("EG-MLA, measured" if gated else "MLA, measured", memory.latents + memory.token_ids, style="bold")
+    add("  latents and rotary keys", memory.latents)
+    add("  token ids", memory.token_ids)
+    add("  allocated ahead, empty", memory.slack)
+    for kind, size in others.items():
+        add(kind, size)
+    return table

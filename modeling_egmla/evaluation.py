@@ -1,0 +1,138 @@
+"""
+Evaluation with lm-evaluation-harness (the `eval` extra): any of its tasks by name, and tasks of our own that run
+without network on rows in `configuration/tasks`.
+"""
+
+import importlib.resources
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+FEWSHOT_SEED = 1234  # the harness's default
+
+
+@dataclass(frozen=True)
+class Score:
+    """
+    One metric of one task.
+
+    Attributes:
+        task, metric: as the harness names them.
+        value: mean over the rows.
+        stderr: its standard error; None where the harness gives none.
+        rows: rows that were scored.
+        num_fewshot: solved examples in front of each.
+    """
+
+    task: str
+    metric: str
+    value: float
+    stderr: float | None
+    rows: int
+    num_fewshot: int
+
+
+def local_tasks_folder() -> Path:
+    """Folder with the task files and rows that come with this package."""
+    return Path(str(importlib.resources.files("modeling_egmla.configuration").joinpath("tasks")))
+
+
+def local_tasks() -> list[str]:
+    """Names of the tasks that run without network; the suite of all of them is one of the names."""
+    return sorted(path.stem for path in local_tasks_folder().glob("*.yaml"))
+
+
+@contextmanager
+def _only_errors(*names: str) -> Iterator[None]:
+    """Silences the harness's account of its own defaults."""
+    loggers = [logging.getLogger(name) for name in names]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels):
+            logger.setLevel(level)
+
+
+def evaluate(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    tasks: Sequence[str],
+    limit: int | None = None,
+    num_fewshot: int | None = None,
+    batch_size: int = 8,
+) -> dict:
+    """
+    Runs tasks of lm-evaluation-harness on a model that is loaded. Inputs are cut to the model's own context length.
+
+    Args:
+        model: a causal language model.
+        tokenizer: its tokenizer.
+        tasks: names, groups or patterns (`"arc_*"`) of tasks; [`local_tasks`] need no network.
+        limit: score the first so many rows of each task only.
+        num_fewshot: solved examples in front of each row; by default what the task says.
+        batch_size: rows at once; scores do not depend on it.
+
+    Returns:
+        The harness's results: `results`, `n-samples`, `n-shot`, `configs`, `versions` and more; see [`scores`].
+
+    Raises:
+        ValueError: no such task.
+    """
+    with _only_errors("lm_eval", "datasets"):
+        import lm_eval
+        from lm_eval.models.huggingface import HFLM
+        from lm_eval.tasks import TaskManager
+
+        # Reading the harness's thousands of task files takes a while.
+        only_local = set(tasks) <= set(local_tasks())
+        manager = TaskManager(include_path=local_tasks_folder(), include_defaults=not only_local)
+        if unknown := [task for task in tasks if not manager.match_tasks([task])]:
+            raise ValueError(
+                f"lm-evaluation-harness has no task {unknown[0]!r}: `lm_eval ls tasks` lists those it has, and "
+                f"{', '.join(local_tasks())} come with egmla and need no network."
+            )
+        loaded = manager.load(list(tasks))
+        # As the harness's simple_evaluate does, which would go on to ask git and pip about this machine.
+        for task in loaded["tasks"].values():
+            own_fewshot = task.get_config("num_fewshot")
+            if own_fewshot is None or (num_fewshot is not None and own_fewshot != 0):
+                task.set_config(key="num_fewshot", value=num_fewshot or 0)
+            task.set_fewshot_seed(seed=FEWSHOT_SEED)
+        return lm_eval.evaluate(
+            HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size),
+            loaded,
+            limit=limit,
+            bootstrap_iters=1000,
+            log_samples=False,
+        )
+
+
+def scores(results: dict) -> list[Score]:
+    """The metrics in what [`evaluate`] returns, in the harness's order."""
+    listed = []
+    for task, metrics in results["results"].items():
+        for name, value in metrics.items():
+            metric, _, filter_name = name.partition(",")
+            if not filter_name or metric.endswith("_stderr") or not isinstance(value, float):
+                continue
+            stderr = metrics.get(f"{metric}_stderr,{filter_name}")
+            rows = results["n-samples"].get(task, {}).get("effective", 0)
+            listed.append(
+                Score(
+                    task=task,
+                    metric=metric,
+                    value=value,
+                    stderr=stderr if isinstance(stderr, float) else None,
+                    rows=rows,
+                    num_fewshot=results["n-shot"].get(task, 0),
+                )
+            )
+    return listed

@@ -1,0 +1,243 @@
+"""The `egmla` command: every subcommand on a tiny model, errors in a sentence, and the output that users see."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from typer.testing import CliRunner
+
+from modeling_egmla import EGMLACache, EGMLAConfig
+from modeling_egmla.commands import app, common
+from modeling_egmla.commands.generate import cache_table
+from modeling_egmla.configuration.presets import PRESETS
+
+
+BASE = "egmla-base-kv64-emb256"
+
+
+@pytest.fixture(scope="module")
+def folder(make_model, tmp_path_factory):
+    """A random model of bytes, saved with its tokenizer."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: index for index, token in enumerate(["<|endoftext|>", *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    folder = tmp_path_factory.mktemp("model")
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>").save_pretrained(folder)
+    make_model(vocab_size=len(vocabulary), bos_token_id=None, pad_token_id=None).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def egmla(monkeypatch):
+    """Runs the command in a terminal of 80 columns; checks its exit code and returns what it printed, and errors."""
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("NO_COLOR", "1")
+
+    def run(*arguments, exit_code=0, stdin=None):
+        result = CliRunner().invoke(app, [str(argument) for argument in arguments], input=stdin)
+        assert result.exit_code == exit_code, result.output
+        return result.stderr if exit_code else result.stdout
+
+    return run
+
+
+def numbers(output: str, label: str) -> list[str]:
+    """What stands behind `label` in a table's line."""
+    line = next(line for line in output.splitlines() if line.strip().startswith(label))
+    return line.strip().removeprefix(label).split()
+
+
+@pytest.mark.parametrize("command", [[], ["generate"], ["plan"], ["demo"], ["eval"], ["train"]], ids=str)
+def test_help(egmla, command):
+    """Every command explains itself, without loading a model."""
+    output = egmla(*command, "--help")
+    assert "Usage: egmla" in output or "Usage: root" in output
+    assert all(len(line) <= 80 for line in output.splitlines())
+
+
+def test_generate(egmla, folder):
+    """The text begins with the prompt; the table counts the cached tokens, as a dynamic and as a static cache."""
+    dynamic = egmla("generate", "My fellow", "--model", folder, "-n", 7, "--greedy")
+    assert dynamic.startswith("My fellow")
+    assert "7 tokens; the first after" in dynamic
+    assert "Cache of 15 tokens, float32" in dynamic  # the last new token has not been fed
+    config = EGMLAConfig.from_pretrained(folder)
+    assert numbers(dynamic, "latents and rotary keys")[0] == f"{15 * config.cache_elements_per_token * 4:,}"
+    assert numbers(dynamic, "token ids")[0] == str(15 * 4)
+    assert numbers(dynamic, "MHA")[0] == f"{15 * 2 * 3 * (8 + 10) * 4:,}"
+    assert "allocated ahead" in dynamic
+
+    static = egmla("generate", "My fellow", "--model", folder, "-n", 7, "--temperature", 0, "--cache", "static")
+    assert static.splitlines()[0] == dynamic.splitlines()[0]
+    assert numbers(static, "latents and rotary keys") == numbers(dynamic, "latents and rotary keys")
+
+
+def test_generate_samples_by_seed(egmla, folder):
+    """The same seed draws the same text, another seed another; the prompt can come from standard input."""
+    first, again, other = (
+        egmla("generate", "-", "-m", folder, "-n", 12, "--seed", seed, stdin="Citizens").split("\n\n")[0]
+        for seed in (1, 1, 2)
+    )
+    assert first == again != other
+
+
+def test_cache_table_is_measured(make_model):
+    """What the table says of the model is read from the live cache, not computed."""
+    import torch
+    from rich.console import Console
+
+    model = make_model()
+    cache = EGMLACache(model.config)
+    model(torch.randint(97, (2, 9)), cache=cache)
+    console = Console(width=80, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(cache_table(model.config, cache))
+    memory = cache.memory()
+    output = console.export_text()
+    assert numbers(output, "EG-MLA, measured")[0] == f"{memory.latents + memory.token_ids:,}"
+    assert numbers(output, "allocated ahead, empty")[0] == f"{memory.slack:,}"
+
+
+def test_plan(egmla):
+    """The table fits 80 columns and shows the paper's break-even."""
+    output = egmla("plan")
+    assert all(len(line.rstrip()) <= 80 for line in output.splitlines())
+    assert numbers(output, "Elements/token") == ["1,536", "1,536", "3,840", "6,144", "1,536", "18,432"]
+    assert numbers(output, "Break-even") == ["never", "66,831", "35,593", "never", "9,149"]
+    assert "67,072" in output
+
+
+def test_plan_of_every_kind(egmla, folder):
+    """Layer groups, plain MLA, folders, placements and dtypes have plans that fit 80 columns."""
+    for arguments in (
+        ["egmla-large-kv256-emb512-lgz2", "--placement", "host", "--tables-dtype", "int8", "--batch", 32],
+        ["mla-xlarge-kv512", "--dtype", "float32"],
+        [BASE, "--gates", "precomputed", "--placement", "mmap", "--cache-dtype", "float16", "--context", 131072],
+        [folder, "-b", 3, "-c", 100],
+    ):
+        output = egmla("plan", *arguments)
+        assert all(len(line.rstrip()) <= 80 for line in output.splitlines())
+        assert "On the device" in output
+
+
+def test_plan_as_json(egmla):
+    """JSON has all numbers, in bytes, and nothing around it."""
+    planned = json.loads(egmla("plan", BASE, "--batch", 2, "--context", 10, "--json"))
+    assert planned["model"]["cache"] == 2 * 10 * 1536 * 2
+    assert planned["tables_break_even_tokens"] == 67_072
+    assert [column["name"] for column in planned["alternatives"]] == ["MLA-64", "MLA-256", "GQA-4", "MQA", "MHA"]
+
+
+def test_plan_list(egmla):
+    """All presets are listed by the names that other commands take."""
+    output = egmla("plan", "--list")
+    assert all(name in output for name in PRESETS)
+
+
+def test_plan_plot(egmla, tmp_path):
+    """A figure is written, into a folder that need not exist."""
+    pytest.importorskip("matplotlib")
+    egmla("plan", BASE, "--plot", tmp_path / "new" / "plan.png")
+    assert (tmp_path / "new" / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_eval(egmla, folder, tmp_path):
+    """Scores of a task of ours, printed and as the harness's JSON."""
+    pytest.importorskip("lm_eval")
+    output = egmla(
+        "eval", folder, "--tasks", "sotu_continuation", "--limit", 3, "--output", tmp_path / "new" / "x.json"
+    )
+    value = float(numbers(output, "sotu_continuation")[1])
+    results = json.loads((tmp_path / "new" / "x.json").read_text())["results"]
+    assert value == pytest.approx(results["sotu_continuation"]["acc,none"], abs=1e-4)
+
+
+def test_demo(egmla, folder, tmp_path):
+    """All steps in one go."""
+    pytest.importorskip("lm_eval")
+    pytest.importorskip("matplotlib")
+    output = egmla("demo", "--model", folder, "--folder", tmp_path / "out")
+    assert "EG-MLA, measured" in output
+    assert "66,831" in output
+    assert "sotu_continuation" in output
+    assert (tmp_path / "out" / "plan.png").is_file()
+
+
+def test_demo_without_extras(egmla, folder, tmp_path, monkeypatch):
+    """Steps whose extra is absent are skipped with one line that names it."""
+    find_spec = importlib.util.find_spec
+    absent = {"matplotlib", "lm_eval"}
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name in absent else find_spec(name))
+    output = egmla("demo", "--model", folder, "--folder", tmp_path / "out")
+    assert "pip install 'egmla[plot]'" in output
+    assert "pip install 'egmla[eval]'" in output
+    assert not (tmp_path / "out").exists()
+    assert "pip install 'egmla[plot]'" in egmla("plan", "--plot", tmp_path / "x.png", exit_code=1)
+    assert "pip install 'egmla[eval]'" in egmla("eval", folder, exit_code=1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["generate", "x", "--model", "nobody/nothing"], "There is no model nobody/nothing"),
+        (["generate", "x", "--model", BASE], f"{BASE} is a preset without weights"),
+        (["generate", "", "--model", "FOLDER"], "at least one word"),
+        (["generate", "x", "--model", "FOLDER", "-n", "1000"], "lower --max-new-tokens"),
+        (["generate", "x", "--model", "FOLDER", "--device", "nowhere"], "--device nowhere"),
+        (["plan", "nothing"], "egmla plan --list"),
+        (["plan", "mla-base-kv256", "--gates", "precomputed"], "without gate tables"),
+        (["plan", "--plot", "FOLDER/plan.xyz"], "xyz"),
+        (["eval", "nobody/nothing"], "There is no model nobody/nothing"),
+    ],
+    ids=str,
+)
+def test_errors_are_sentences(egmla, folder, arguments, said):
+    """What a user can do something about is said in one line, without a traceback, and ends with exit code 1."""
+    output = egmla(*(argument.replace("FOLDER", folder) for argument in arguments), exit_code=1)
+    assert output.startswith("Error: ")
+    assert said in output
+    assert output.count("\n") == 1
+
+
+def test_other_models_are_refused(egmla, tmp_path):
+    """A model of another family is named as such."""
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    assert "type llama" in egmla("plan", tmp_path, exit_code=1)
+
+
+def test_debug_shows_where_errors_are_from(monkeypatch):
+    """With EGMLA_DEBUG=1 the error itself comes through."""
+    monkeypatch.setenv(common.DEBUG, "1")
+    result = CliRunner().invoke(app, ["plan", "mla-base-kv256", "--gates", "precomputed"])
+    assert isinstance(result.exception, ValueError)
+
+
+def test_remote_code_is_not_run_unasked(egmla, folder, tmp_path):
+    """A model whose code we do not have is refused until the user trusts it."""
+    config = {"model_type": "unheard_of", "auto_map": {"AutoConfig": "configuration.Config"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "configuration.py").write_text("raise SystemExit('this code was run')")
+    assert "--trust-remote-code" in egmla("plan", tmp_path, exit_code=1)
+
+
+@pytest.mark.parametrize(("size", "said"), [(0, "0 B"), (1023, "1,023 B"), (1024, "1 KiB"), (1_234_567, "1.18 MiB")])
+def test_sizes_in_words(size, said):
+    """Sizes are shown with three digits."""
+    assert common.format_bytes(size) == said
+
+
+@pytest.mark.slow  # starts two processes
+def test_as_a_process(folder, tmp_path):
+    """The command works as users start it, from any folder: text on standard output, errors and 1 on failure."""
+    egmla = [sys.executable, "-c", "from modeling_egmla.commands import main; main()"]
+    planned = subprocess.run([*egmla, "plan", "--json"], cwd=tmp_path, capture_output=True, text=True)
+    assert planned.returncode == 0
+    assert json.loads(planned.stdout)["preset"] == BASE
+    failed = subprocess.run([*egmla, "plan", "--placement", "host", "mla-base-kv256"], capture_output=True, text=True)
+    assert failed.returncode == 1
+    assert failed.stderr.startswith("Error: ") and "Traceback" not in failed.stderr

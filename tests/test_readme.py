@@ -1,0 +1,56 @@
+"""Every code block of the README and the documents runs as a reader would run it."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+ROOT = Path(__file__).parent.parent
+BLOCK = re.compile(r"^```(python|bash)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+def blocks(name: str, language: str) -> list[str]:
+    return [text for found, text in BLOCK.findall((ROOT / name).read_text(encoding="utf-8")) if found == language]
+
+
+def run(command: list[str], folder: Path) -> None:
+    done = subprocess.run(command, cwd=folder, env=os.environ | {"COLUMNS": "100"}, capture_output=True, text=True)
+    assert done.returncode == 0, f"{shlex.join(command)}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+
+
+PYTHON = [block for block in blocks("README.md", "python") if "push_to_hub" not in block]
+SHELL = [line for block in blocks("README.md", "bash") for line in block.splitlines()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("code", PYTHON, ids=range(len(PYTHON)))
+def test_python_blocks_of_the_readme_run(code, tmp_path):
+    """A reader can paste a Python block of the README into a fresh process."""
+    run([sys.executable, "-c", code], tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("line", SHELL)
+def test_shell_blocks_of_the_readme_run(line, tmp_path):
+    """A reader can paste a shell line of the README, with the package installed."""
+    name, *arguments = shlex.split(line)
+    run([str(Path(sys.executable).parent / name), *arguments], tmp_path)
+
+
+@pytest.mark.slow
+def test_the_blocks_of_the_cache_document_run(tmp_path):
+    """The examples of docs/cache.md run in one process, in order."""
+    run([sys.executable, "-c", "\n".join(blocks("docs/cache.md", "python"))], tmp_path)
+
+
+def test_links_of_the_documents_lead_somewhere():
+    """Every relative link and picture in the README and in docs/ is there."""
+    pages = {page: page.read_text(encoding="utf-8") for page in (ROOT / "README.md", *ROOT.glob("docs/*.md"))}
+    links = [(page, link) for page, text in pages.items() for link in re.findall(r"\]\((?!https?:)([^)#]+)", text)]
+    assert links
+    assert not [f"{page.name}: {link}" for page, link in links if not (page.parent / link).exists()]
