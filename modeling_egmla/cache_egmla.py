@@ -292,14 +292,10 @@ class EGMLAStaticLayer(_MovesTogether, _StaticBatch):
         self.forget_derived()
 
     def crop(self, tokens_to_remove: int) -> None:
-        """As [`EGMLALayer.crop`]; the slots of removed tokens are written over later."""
-        super().crop(tokens_to_remove)
-        self._crop_derived()
-
-    def crop(self, tokens_to_remove: int) -> None:
         """As [`EGMLALayer.crop`]; slots of removed tokens are written over later."""
         super().crop(tokens_to_remove)
         self.cumulative_length.clamp_(min=0)
+        self._crop_derived()
 
     @property
     def allocated_bytes(self) -> int:
