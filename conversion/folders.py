@@ -30,10 +30,9 @@ def new_folder(target: str | Path, force: bool = False) -> Iterator[Path]:
     partial = Path(tempfile.mkdtemp(prefix=f".{target.name}.partial-", dir=target.parent))
     try:
         yield partial
-        partial.chmod(0o777 & ~_umask())  # mkdtemp makes folders that only their owner can read
-        _flush(partial)
+        partial.chmod(0o777 & ~umask())  # mkdtemp makes folders that only their owner can read
         refuse_existing(target, force)
-        _publish(partial, target)
+        publish(partial, target)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
@@ -56,11 +55,13 @@ def leftovers(target: str | Path) -> list[Path]:
     return sorted(path for path in target.parent.glob(f".{target.name}.partial-*") if path.is_dir())
 
 
-def _publish(partial: Path, target: Path) -> None:
+def publish(partial: Path, target: Path) -> None:
+    """Gives `partial`, which is beside it, the name `target`, and removes the folder that had it."""
+    _flush(partial)
     if not target.exists() or not any(target.iterdir()):
         os.rename(partial, target)  # also replaces an empty folder
     elif _exchange(partial, target):
-        pass  # `partial` is the old folder now, which the caller removes
+        shutil.rmtree(partial, ignore_errors=True)  # the old folder now
     else:
         old = Path(tempfile.mkdtemp(prefix=f".{target.name}.old-", dir=target.parent))
         os.rename(target, old)
@@ -103,7 +104,8 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _umask() -> int:
+def umask() -> int:
+    """Permissions that new files do not get."""
     mask = os.umask(0)
     os.umask(mask)
     return mask

@@ -52,7 +52,7 @@ class GrowingTensor:
     A tensor that grows along one axis by whole blocks, so that appending one token does not copy the history.
 
     Args:
-        filled: first content; it becomes the buffer as it is, without slack.
+        filled: first content. It is never written to, since it may be somebody else's.
         dim: axis that grows, counted from the end (negative).
     """
 
@@ -60,47 +60,60 @@ class GrowingTensor:
         self.buffer = filled
         self.dim = dim
         self.length = filled.shape[dim]
+        self.owns_buffer = False
 
     @property
     def filled(self) -> torch.Tensor:
         """View of what has been written."""
         return self.buffer.narrow(self.dim, 0, self.length)
 
-    def append(self, new: torch.Tensor) -> torch.Tensor:
-        """Writes `new` behind what is filled, and returns the view of all of it."""
+    def check(self, new: torch.Tensor) -> None:
+        """Raises a `ValueError` if `new` cannot be appended; to nothing, anything can."""
         expected = list(self.buffer.shape)
         expected[self.dim] = new.shape[self.dim]
-        fits = list(new.shape) == expected
-        if self.length and not fits:
+        if self.length and list(new.shape) != expected:
             raise ValueError(
                 f"The cache holds a tensor of shape {tuple(self.filled.shape)}, to which {tuple(new.shape)} cannot be "
                 "appended: the batch size or the model changed. Use a new cache, or reorder this one first."
             )
-        if fits and (torch.is_grad_enabled() or self.buffer.requires_grad or new.dtype != self.buffer.dtype):
-            # A buffer that autograd may have saved must not change; another dtype promotes, as concatenation does.
-            self.buffer = torch.cat([self.filled, new], dim=self.dim)
-            self.length = self.buffer.shape[self.dim]
-            return self.buffer
+
+    def append(self, new: torch.Tensor) -> torch.Tensor:
+        """Writes `new` behind what is filled, and returns the view of all of it."""
+        self.check(new)
         length = self.length + new.shape[self.dim]
-        # Tensors made under inference_mode cannot be written to outside of it.
-        frozen = self.buffer.is_inference() and not torch.is_inference_mode_enabled()
-        if frozen or not fits or length > self.buffer.shape[self.dim]:
-            shape = list(new.shape)
-            shape[self.dim] = whole_blocks(length)
-            grown = new.new_empty(shape)
-            if self.length:
-                grown.narrow(self.dim, 0, self.length).copy_(self.filled)
-            self.buffer = grown
-        self.buffer.narrow(self.dim, self.length, new.shape[self.dim]).copy_(new)
+        if torch.is_grad_enabled() or (self.length and new.dtype != self.buffer.dtype):
+            # What autograd may save must not change; another dtype promotes, as concatenation does.
+            self.buffer = torch.cat([self.filled, new], dim=self.dim) if self.length else new.clone()
+            self.owns_buffer = False
+        else:
+            if not self._has_room(length):
+                self._grow(length, like=new)
+            self.buffer.narrow(self.dim, self.length, new.shape[self.dim]).copy_(new)
         self.length = length
         return self.filled
+
+    def _has_room(self, length: int) -> bool:
+        # Tensors made under inference_mode cannot be written to outside of it.
+        frozen = self.buffer.is_inference() and not torch.is_inference_mode_enabled()
+        return self.owns_buffer and not frozen and length <= self.buffer.shape[self.dim]
+
+    def _grow(self, length: int, like: torch.Tensor) -> None:
+        shape = list(like.shape)
+        shape[self.dim] = whole_blocks(length)
+        grown = like.new_empty(shape)
+        if self.length:
+            grown.narrow(self.dim, 0, self.length).copy_(self.filled)
+        self.buffer, self.owns_buffer = grown, True
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forgets the last `tokens_to_remove` tokens, and gives whole blocks back."""
         self.length = max(self.length - tokens_to_remove, 0)
-        capacity = whole_blocks(self.length)
-        if self.buffer.shape[self.dim] > capacity:
-            self.buffer = self.buffer.narrow(self.dim, 0, capacity).clone()
+        if self.buffer.shape[self.dim] > whole_blocks(self.length):
+            self.buffer = self.buffer.narrow(self.dim, 0, whole_blocks(self.length)).clone()
+
+    def move(self, device: torch.device | str) -> None:
+        """Moves the buffer, with its room, to `device`."""
+        self.buffer = self.buffer.to(device, non_blocking=True)
 
 
 class _MovesTogether:
@@ -131,35 +144,29 @@ class _MovesTogether:
     def __getstate__(self):
         return {**self.__dict__, "statistics": {}, "token_groups": []}
 
-    def _change_companions(self, change: Callable[[torch.Tensor], torch.Tensor], statistics: dict) -> None:
+    def _change_token_ids(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
         if self.token_ids is not None:
             self.token_ids = change(self.token_ids)
+
+    def _change_rows(self, change: Callable[[torch.Tensor], torch.Tensor], statistics: dict) -> None:
+        self._change_token_ids(change)
         self.token_groups = []
         self.statistics = {layer: GrowingTensor(change(stream.filled), -1) for layer, stream in statistics.items()}
-
-    def offload(self) -> None:
-        super().offload()
-        self._change_companions(lambda tensor: tensor.to("cpu", non_blocking=True), {})
-
-    def prefetch(self) -> None:
-        super().prefetch()
-        if self.is_initialized:
-            self._change_companions(lambda tensor: tensor.to(self.device, non_blocking=True), {})
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         statistics = self.statistics
         super().reorder_cache(beam_idx)
-        self._change_companions(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)), statistics)
+        self._change_rows(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)), statistics)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         statistics = self.statistics
         super().batch_repeat_interleave(repeats)
-        self._change_companions(lambda tensor: tensor.repeat_interleave(repeats, dim=0), statistics)
+        self._change_rows(lambda tensor: tensor.repeat_interleave(repeats, dim=0), statistics)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         statistics = self.statistics
         super().batch_select_indices(indices)
-        self._change_companions(lambda tensor: tensor[indices], statistics)
+        self._change_rows(lambda tensor: tensor[indices], statistics)
 
     def _crop_derived(self) -> None:
         self.token_groups = []
@@ -214,9 +221,14 @@ class EGMLALayer(_MovesTogether, DynamicLayer):
         """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        new = {"keys": key_states, "values": value_states}
         if self.holds_token_ids:
-            self.streams["token_ids"].append(token_ids.to(self.token_ids.device, torch.int32))
-        return self.streams["keys"].append(key_states), self.streams["values"].append(value_states)
+            new["token_ids"] = token_ids.to(self.token_ids.device, torch.int32)
+        for name, tensor in new.items():
+            self.streams[name].check(tensor)  # all, before any is longer than the others
+        for name, tensor in new.items():
+            self.streams[name].append(tensor)
+        return self.keys, self.values
 
     def get_seq_length(self) -> int:
         return self.streams["keys"].length if self.is_initialized else 0
@@ -224,6 +236,16 @@ class EGMLALayer(_MovesTogether, DynamicLayer):
     def reset(self) -> None:
         super().reset()
         self.token_ids = None
+
+    def offload(self) -> None:
+        self.forget_derived()
+        for stream in self.streams.values():
+            stream.move("cpu")
+
+    def prefetch(self) -> None:
+        self.forget_derived()
+        for stream in self.streams.values():
+            stream.move(self.device)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Removes the last tokens; `tokens_to_remove` is negative, as everywhere in the library."""
@@ -280,6 +302,12 @@ class EGMLAStaticLayer(_MovesTogether, _StaticBatch):
         """As [`EGMLALayer.update`]; returns the whole room, [B, 1, max_cache_len, C] and [B, 1, max_cache_len, R]."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        for room, new in ((self.keys, key_states), (self.values, value_states)):
+            if (room.shape[0], room.shape[-1]) != (new.shape[0], new.shape[-1]):
+                raise ValueError(
+                    f"The cache has room of shape {tuple(room.shape)}, to which {tuple(new.shape)} cannot be written: "
+                    "the batch size or the model changed. Use a new cache, or reorder this one first."
+                )
         if self.holds_token_ids:
             cache_position = torch.arange(token_ids.shape[1], device=self.device) + self.cumulative_length
             self.token_ids.index_copy_(1, cache_position, token_ids.to(self.device, torch.int32))
@@ -290,6 +318,17 @@ class EGMLAStaticLayer(_MovesTogether, _StaticBatch):
         if self.token_ids is not None:
             self.token_ids.zero_()
         self.forget_derived()
+
+    def offload(self) -> None:
+        super().offload()
+        self.forget_derived()
+        self._change_token_ids(lambda ids: ids.to("cpu", non_blocking=True))
+
+    def prefetch(self) -> None:
+        super().prefetch()
+        self.forget_derived()
+        if self.is_initialized:
+            self._change_token_ids(lambda ids: ids.to(self.device, non_blocking=True))
 
     def crop(self, tokens_to_remove: int) -> None:
         """As [`EGMLALayer.crop`]; slots of removed tokens are written over later."""
@@ -307,6 +346,19 @@ class _LatentCache(Cache):
 
     # How the model tells a cache of latents from one of expanded keys and values, also across copies of this file.
     holds_latents = True
+
+    def __init__(self, config: EGMLAConfig, layers: list, offloading: bool):
+        super().__init__(layers=layers, offloading=offloading)
+        self.stream_widths = (config.kv_lora_rank, config.qk_rope_head_dim)
+
+    def early_initialization(
+        self, batch_size: int, num_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """Makes the streams of all layers now. `num_heads` and `head_dim` are the library's, and not read."""
+        streams = [torch.empty((batch_size, 1, 0, width), dtype=dtype, device=device) for width in self.stream_widths]
+        for layer in self.layers:
+            if not layer.is_initialized:
+                layer.lazy_initialization(*streams)
 
     @property
     def token_ids(self) -> torch.Tensor | None:
@@ -380,7 +432,7 @@ class EGMLACache(_LatentCache):
 
     def __init__(self, config: EGMLAConfig, offloading: bool = False):
         layers = [EGMLALayer(holds_token_ids=index == 0) for index in range(config.num_layer_groups)]
-        super().__init__(layers=layers, offloading=offloading)
+        super().__init__(config, layers, offloading)
 
 
 class EGMLAStaticCache(_LatentCache):
@@ -395,18 +447,10 @@ class EGMLAStaticCache(_LatentCache):
     """
 
     def __init__(self, config: EGMLAConfig, max_cache_len: int, offloading: bool = False):
-        self._stream_widths = (config.kv_lora_rank, config.qk_rope_head_dim)
         layers = [
             EGMLAStaticLayer(max_cache_len, holds_token_ids=index == 0) for index in range(config.num_layer_groups)
         ]
-        super().__init__(layers=layers, offloading=offloading)
-
-    def early_initialization(self, batch_size: int, dtype: torch.dtype, device: torch.device, **kwargs) -> None:
-        """Allocates all room now. The library's head counts and widths do not apply and are not read."""
-        for layer in self.layers:
-            if not layer.is_initialized:
-                streams = [torch.zeros((batch_size, 1, 0, w), dtype=dtype, device=device) for w in self._stream_widths]
-                layer.lazy_initialization(*streams)
+        super().__init__(config, layers, offloading)
 
 
 __all__ = ["CacheMemory", "EGMLACache", "EGMLAStaticCache"]

@@ -3,6 +3,7 @@ Evaluation with lm-evaluation-harness (the `eval` extra): any of its tasks by na
 without network on rows in `configuration/tasks`.
 """
 
+import importlib.metadata
 import importlib.resources
 import logging
 from collections.abc import Iterator, Sequence
@@ -81,7 +82,8 @@ def evaluate(
         batch_size: rows at once; scores do not depend on it.
 
     Returns:
-        The harness's results: `results`, `n-samples`, `n-shot`, `configs`, `versions` and more; see [`scores`].
+        The harness's results: `results`, `n-samples`, `n-shot`, `configs`, `versions`, `lm_eval_version` and more; see
+        [`scores`].
 
     Raises:
         ValueError: no such task.
@@ -106,13 +108,14 @@ def evaluate(
             if own_fewshot is None or (num_fewshot is not None and own_fewshot != 0):
                 task.set_config(key="num_fewshot", value=num_fewshot or 0)
             task.set_fewshot_seed(seed=FEWSHOT_SEED)
-        return lm_eval.evaluate(
+        results = lm_eval.evaluate(
             HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size),
             loaded,
             limit=limit,
             bootstrap_iters=1000,
             log_samples=False,
         )
+        return results | {"lm_eval_version": importlib.metadata.version("lm_eval")}
 
 
 def scores(results: dict) -> list[Score]:

@@ -406,7 +406,7 @@ class EGMLAModel(EGMLAPreTrainedModel):
 
     @merge_with_config_defaults
     @capture_outputs
-    @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
+    @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache", raise_if_both_names=True)
     def forward(
         self,
         input_ids: torch.LongTensor | None = None,
@@ -565,7 +565,7 @@ class EGMLAForCausalLM(EGMLAPreTrainedModel, GenerationMixin):
         # Initialize weights and apply final processing
         self.post_init()
 
-    @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
+    @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache", raise_if_both_names=True)
     @can_return_tuple
     def forward(
         self,
@@ -623,7 +623,7 @@ class EGMLAForCausalLM(EGMLAPreTrainedModel, GenerationMixin):
             attentions=outputs.attentions,
         )
 
-    @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
+    @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache", raise_if_both_names=True)
     def prepare_inputs_for_generation(self, input_ids, token_ids=None, **kwargs):
         model_inputs = super().prepare_inputs_for_generation(input_ids, **kwargs)
         # Embeddings stand for the prompt only, and so do the ids beside them.
@@ -653,7 +653,7 @@ class EGMLAForCausalLM(EGMLAPreTrainedModel, GenerationMixin):
             if generation_config.prefill_chunk_size is not None and not hasattr(self, "hf_device_map"):
                 # Chunks are prefilled by compiled code, which must find the room there.
                 sequences = batch_size * max(generation_config.num_beams, generation_config.num_return_sequences)
-                cache.early_initialization(sequences, dtype=self.dtype, device=self.device)
+                cache.early_initialization(sequences, 1, self.config.qk_head_dim, self.dtype, self.device)
             model_kwargs["cache"] = cache
 
     def _prefill(self, input_ids, generation_config, model_kwargs, is_first_iteration=True):

@@ -6,9 +6,13 @@ from .common import Commands
 from .convert import convert
 from .demo import demo
 from .eval import evaluate
+from .export import export
 from .generate import generate
 from .plan import plan
+from .pull import pull
+from .push import push
 from .train import train
+from .verify import verify
 
 
 app = typer.Typer(
@@ -38,6 +42,10 @@ app.command()(demo)
 app.command("eval")(evaluate)
 app.command()(train)
 app.command()(convert)
+app.command()(export)
+app.command()(verify)
+app.command()(push)
+app.command()(pull)
 
 
 def main() -> None:

@@ -39,7 +39,8 @@ class Commands(TyperGroup):
         except (ValueError, OSError, ImportError) as error:
             if os.environ.get(DEBUG) or getattr(error, "errno", None) == errno.EPIPE:
                 raise
-            typer.secho(f"Error: {' '.join(str(error).split())}", fg="red", err=True)
+            is_list = hasattr(error, "problems")  # a VerificationError, a line for each thing that is wrong
+            typer.secho(f"Error: {error if is_list else ' '.join(str(error).split())}", fg="red", err=True)
             raise typer.Exit(1) from error
 
 

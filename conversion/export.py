@@ -1,0 +1,218 @@
+"""Writes a model as a folder that is complete: it loads, checks and publishes without anything else."""
+
+import json
+import os
+import re
+from importlib.resources import files
+from pathlib import Path
+
+import yaml
+
+from . import cards
+from .folders import new_folder, umask
+from .verify import (
+    VerificationError,
+    check_code,
+    check_privacy,
+    check_special_ids,
+    list_files,
+    load_model,
+    load_tokenizer,
+    read_manifest,
+    write_manifest,
+)
+
+
+MAX_SHARD_SIZE = "5GB"
+LICENSE_FILES = ("LICENSE*", "LICENCE*", "NOTICE*")
+
+
+def export(
+    source: str | os.PathLike,
+    folder: str | os.PathLike,
+    *,
+    dtype: str = "auto",
+    max_shard_size: int | str = MAX_SHARD_SIZE,
+    evaluation: str | os.PathLike | None = None,
+    new_card: bool = False,
+    overwrite: bool = False,
+    **about,
+) -> Path:
+    """
+    Exports a saved model, with its tokenizer, generation config, licence files and the sources of its card. A
+    README.md that the source has is kept, unless `new_card`.
+
+    Args:
+        source: folder of a model, as `save_pretrained`, a training or a conversion leaves it, or the name of a model
+            that ships with the package; only safetensors are read, and no code.
+        folder: where to; it may be `source` itself.
+        dtype: e.g. `"bfloat16"`; by default that of the source.
+        evaluation: results file of lm-evaluation-harness for the card.
+        new_card: write the card anew even if the source has one.
+        max_shard_size, overwrite, about: as in [`export_model`].
+
+    Raises:
+        FileExistsError: `folder` exists, and not `overwrite`.
+        VerificationError: the source is no EG-MLA model, or the weights do not fit its config.
+        ValueError: what [`export_model`] raises.
+    """
+    shipped = Path(str(files("modeling_egmla.configuration") / Path(source).name))
+    is_name = not Path(source).exists() and Path(source).name == str(source)
+    source = shipped if is_name and shipped.is_dir() else Path(source)
+    if not source.is_dir():
+        raise VerificationError(source, ["there is no such folder. To export from the Hub, `egmla pull` first."])
+    check_target(Path(folder), overwrite)
+    model = load_model(source, dtype)
+    extra_files = [path for pattern in LICENSE_FILES for path in source.glob(pattern)]
+    extra_files += [source / name for name in cards.CARD_SOURCES if (source / name).is_file()]
+    if (source / "README.md").is_file() and not new_card:
+        if about or evaluation:
+            raise ValueError(
+                f"{source} has a README.md, which is kept, so neither a licence nor an evaluation would get into it: "
+                "edit it, or write the card anew with `--new-card`."
+            )
+        extra_files.append(source / "README.md")
+    return export_model(
+        model,
+        folder,
+        load_tokenizer(source),
+        max_shard_size=max_shard_size,
+        extra_files=extra_files,
+        evaluation=evaluation,
+        overwrite=overwrite,
+        **about,
+    )
+
+
+def export_model(
+    model,
+    folder: str | os.PathLike,
+    tokenizer=None,
+    *,
+    max_shard_size: int | str = MAX_SHARD_SIZE,
+    extra_files: list[Path] | tuple[Path, ...] = (),
+    evaluation: str | os.PathLike | None = None,
+    overwrite: bool = False,
+    **about,
+) -> Path:
+    """
+    Exports a model: weights in shards, config with `auto_map`, flat code, tokenizer, generation config, card and
+    manifest. All is written beside `folder` and checked there; then it takes the name in one step, so that a crash
+    leaves the old folder or the new one.
+
+    Args:
+        model: one of this package's models.
+        folder: where to.
+        tokenizer: its tokenizer, if it has one. Ids without a token are then kept from being generated.
+        max_shard_size: of a weights file, e.g. `"5GB"` or a number of bytes.
+        extra_files: licence files, sources of the card ([`cards.CARD_SOURCES`]), or a README.md in place of a new
+            card.
+        evaluation: results file of lm-evaluation-harness for the card.
+        overwrite: replace a folder that exists.
+        about: values for a new card in place of those of an about.yaml, e.g. `license="apache-2.0"`.
+
+    Returns:
+        The folder.
+
+    Raises:
+        FileExistsError: the folder exists, and not `overwrite`.
+        TypeError: the model is wrapped in something else (an adapter, a parallel wrapper).
+        VerificationError: code, special ids or texts are not fit to be published; the message says what to do.
+        ValueError: a source of the card is not what it should be.
+    """
+    from ..modeling_egmla import EGMLAPreTrainedModel
+
+    if not isinstance(model, EGMLAPreTrainedModel):
+        raise TypeError(f"Only EG-MLA models can be exported, not a {type(model).__name__}: unwrap or merge it first.")
+    folder = Path(folder)
+    check_target(folder, overwrite)
+    with new_folder(folder, force=overwrite) as staging:
+        _write_model(model, staging, tokenizer, max_shard_size)
+        for path in extra_files:
+            _copy_without_paths(path, staging / path.name)
+        if evaluation is not None:
+            content = cards.read_evaluation(Path(evaluation))
+            (staging / "evaluation.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        if not (staging / "README.md").exists():
+            card = cards.render_card(folder.resolve().name, model, staging, True, tokenizer is not None, **about)
+            (staging / "README.md").write_text(card, encoding="utf-8")
+        if problems := check_code(staging) + check_special_ids(staging) + check_privacy(staging):
+            raise VerificationError(folder, problems)
+        for name in list_files(staging):
+            (staging / name).chmod(0o666 & ~umask())  # the library leaves weights readable to their owner only
+        write_manifest(staging, model)
+    return folder
+
+
+def check_target(folder: Path, overwrite: bool) -> None:
+    """
+    Raises:
+        FileExistsError: there is something under this name that must not be, or cannot be, replaced.
+    """
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        return
+    if not overwrite:
+        raise FileExistsError(f"{folder} exists: name another folder, or replace it with `--overwrite`.")
+    try:
+        known = read_manifest(folder)["files"].keys()
+    except VerificationError:
+        raise FileExistsError(f"{folder} is not a folder that egmla wrote: remove it yourself.") from None
+    if unknown := sorted(set(list_files(folder)) - known):
+        raise FileExistsError(f"{folder} holds {unknown[0]}, which would be lost: move it away first.")
+
+
+def _write_model(model, folder: Path, tokenizer, max_shard_size: int | str) -> None:
+    """Weights, config, code, generation config and tokenizer, by the library's own `save_pretrained`."""
+    import modeling_egmla
+
+    suppressed = getattr(model, "generation_config", None) and model.generation_config.suppress_tokens
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    # The class that was saved names itself only; the other heads load from the same files.
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    classes = (getattr(modeling_egmla, name) for name in modeling_egmla.__all__)
+    for model_class in classes:
+        if getattr(model_class, "_auto_class", None):
+            module = model_class.__module__.rpartition(".")[2]
+            config["auto_map"][model_class._auto_class] = f"{module}.{model_class.__name__}"
+    (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+    if tokenizer is None:
+        return
+    tokenizer.save_pretrained(folder)
+    _drop_fields(folder / "tokenizer_config.json", ("is_local", "local_files_only", "name_or_path"))
+    if model.can_generate():
+        unused = set(range(model.config.vocab_size)) - set(tokenizer.get_vocab().values())
+        generation = model.generation_config.to_dict()
+        generation["suppress_tokens"] = sorted(unused | set(suppressed or [])) or None
+        for field in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            if generation.get(field) is None:
+                generation[field] = getattr(tokenizer, field)
+        # No longer derived from the config, which would take precedence when it is loaded.
+        generation.pop("_from_model_config", None)
+        type(model.generation_config)(**generation).save_pretrained(folder)
+
+
+def _drop_fields(path: Path, fields: tuple[str, ...]) -> None:
+    content = json.loads(path.read_text(encoding="utf-8"))
+    kept = {key: value for key, value in content.items() if key not in fields}
+    path.write_text(json.dumps(kept, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _copy_without_paths(source: Path, target: Path) -> None:
+    """Copies a text file; of absolute paths in JSON and YAML, only the last name remains."""
+    text = source.read_text(encoding="utf-8")
+    if source.suffix == ".json":
+        text = json.dumps(_without_paths(json.loads(text)), indent=2, ensure_ascii=False) + "\n"
+    elif source.suffix == ".yaml":
+        text = yaml.safe_dump(_without_paths(yaml.safe_load(text)), sort_keys=False, allow_unicode=True)
+    target.write_text(text, encoding="utf-8")
+
+
+def _without_paths(content):
+    if isinstance(content, dict):
+        return {key: _without_paths(value) for key, value in content.items()}
+    if isinstance(content, list):
+        return [_without_paths(value) for value in content]
+    if isinstance(content, str):
+        return re.sub(r"(?<!\S)(?:~|[A-Za-z]:)?[/\\](?:[^\s/\\]+[/\\])+", "", content)
+    return content
