@@ -163,18 +163,8 @@ def check_target(folder: Path, overwrite: bool) -> None:
 
 def _write_model(model, folder: Path, tokenizer, max_shard_size: int | str) -> None:
     """Weights, config, code, generation config and tokenizer, by the library's own `save_pretrained`."""
-    import modeling_egmla
-
     suppressed = getattr(model, "generation_config", None) and model.generation_config.suppress_tokens
     model.save_pretrained(folder, max_shard_size=max_shard_size)
-    # The class that was saved names itself only; the other heads load from the same files.
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    classes = (getattr(modeling_egmla, name) for name in modeling_egmla.__all__)
-    for model_class in classes:
-        if getattr(model_class, "_auto_class", None):
-            module = model_class.__module__.rpartition(".")[2]
-            config["auto_map"][model_class._auto_class] = f"{module}.{model_class.__name__}"
-    (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
     if tokenizer is None:
         return

@@ -25,6 +25,11 @@ def whole_blocks(length: int) -> int:
     return -(-length // BLOCK_SIZE) * BLOCK_SIZE
 
 
+def is_frozen(tensor: torch.Tensor) -> bool:
+    """Whether the tensor was made under inference_mode and cannot be written to here, outside of it."""
+    return not torch.compiler.is_compiling() and tensor.is_inference() and not torch.is_inference_mode_enabled()
+
+
 @dataclass(frozen=True)
 class CacheMemory:
     """
@@ -86,16 +91,11 @@ class GrowingTensor:
             self.buffer = torch.cat([self.filled, new], dim=self.dim) if self.length else new.clone()
             self.owns_buffer = False
         else:
-            if not self._has_room(length):
+            if not self.owns_buffer or is_frozen(self.buffer) or length > self.buffer.shape[self.dim]:
                 self._grow(length, like=new)
             self.buffer.narrow(self.dim, self.length, new.shape[self.dim]).copy_(new)
         self.length = length
         return self.filled
-
-    def _has_room(self, length: int) -> bool:
-        # Tensors made under inference_mode cannot be written to outside of it.
-        frozen = self.buffer.is_inference() and not torch.is_inference_mode_enabled()
-        return self.owns_buffer and not frozen and length <= self.buffer.shape[self.dim]
 
     def _grow(self, length: int, like: torch.Tensor) -> None:
         shape = list(like.shape)
@@ -302,6 +302,9 @@ class EGMLAStaticLayer(_MovesTogether, _StaticBatch):
         """As [`EGMLALayer.update`]; returns the whole room, [B, 1, max_cache_len, C] and [B, 1, max_cache_len, R]."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        if is_frozen(self.keys):
+            self.keys, self.values = self.keys.clone(), self.values.clone()
+            self._change_token_ids(torch.clone)
         for room, new in ((self.keys, key_states), (self.values, value_states)):
             if (room.shape[0], room.shape[-1]) != (new.shape[0], new.shape[-1]):
                 raise ValueError(
@@ -360,6 +363,32 @@ class _LatentCache(Cache):
             if not layer.is_initialized:
                 layer.lazy_initialization(*streams)
 
+    def check(self, config: EGMLAConfig) -> None:
+        """
+        Raises:
+            ValueError: the cache was made for another model, or a forward pass was interrupted while it wrote.
+        """
+        if len(self.layers) != config.num_layer_groups:
+            raise ValueError(
+                f"The cache was made for {len(self.layers)} layer groups, but this model has "
+                f"{config.num_layer_groups}: make it with `{type(self).__name__}(model.config)`."
+            )
+        widths = (config.kv_lora_rank, config.qk_rope_head_dim)
+        if self.stream_widths != widths:
+            raise ValueError(
+                f"The cache was made for latents and rotated keys of widths {self.stream_widths}, but this model's "
+                f"are {widths}: make it with `{type(self).__name__}(model.config)`."
+            )
+        # On an accelerator a static cache's lengths lie there, and reading them would wait for the device.
+        lengths = [layer.get_seq_length() for layer in self.layers]
+        if all(isinstance(length, int) or length.device.type == "cpu" for length in lengths):
+            lengths = {int(length) for length in lengths}
+            if len(lengths) > 1:
+                raise ValueError(
+                    f"The layers of the cache hold {sorted(lengths)} tokens: a forward pass was interrupted. Reset "
+                    "the cache, or use a new one."
+                )
+
     @property
     def token_ids(self) -> torch.Tensor | None:
         """Ids of the cached tokens, [B, T], int32; None before the first update."""
@@ -392,6 +421,12 @@ class _LatentCache(Cache):
             raise ValueError(
                 f"This cache has {len(self.layers)} layer groups, but {len(latents)} latents and {len(rotated_keys)} "
                 "rotated keys were given."
+            )
+        widths = {(latent.shape[-1], key.shape[-1]) for latent, key in zip(latents, rotated_keys)}
+        if widths != {self.stream_widths}:
+            raise ValueError(
+                f"This cache was made for latents and rotated keys of widths {self.stream_widths}, but these have "
+                f"{sorted(widths)}."
             )
         sizes = {tuple(token_ids.shape)} | {(t.shape[0], t.shape[2]) for t in (*latents, *rotated_keys)}
         if len(sizes) > 1:

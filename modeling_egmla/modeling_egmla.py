@@ -47,6 +47,15 @@ from .gate_egmla import EGMLAGateProjection, TokenGate, project
 
 logger = logging.get_logger(__name__)
 
+# What an exported folder tells the Auto classes.
+AUTO_MAP = {
+    "AutoConfig": "configuration_egmla.EGMLAConfig",
+    "AutoModel": "modeling_egmla.EGMLAModel",
+    "AutoModelForCausalLM": "modeling_egmla.EGMLAForCausalLM",
+    "AutoModelForSequenceClassification": "modeling_egmla.EGMLAForSequenceClassification",
+    "AutoModelForTokenClassification": "modeling_egmla.EGMLAForTokenClassification",
+}
+
 NO_VIRTUAL_TOKENS = (
     "Adapters that insert virtual tokens (prompt tuning, P-tuning, prefix tuning) have no ids and cannot be used: use "
     "LoRA instead."
@@ -335,6 +344,12 @@ class EGMLAPreTrainedModel(PreTrainedModel):
             if isinstance(module, EGMLAAttention):
                 module.kv_decoding = decoding
 
+    def save_pretrained(self, *args, **kwargs):
+        """As the library's; a folder that carries its code names the model of every Auto class, not its own only."""
+        if self._auto_class is not None:
+            self.config.auto_map = {**(getattr(self.config, "auto_map", None) or {}), **AUTO_MAP}
+        return super().save_pretrained(*args, **kwargs)
+
     def resize_token_embeddings(
         self,
         new_num_tokens: int | None = None,
@@ -494,7 +509,8 @@ class EGMLAModel(EGMLAPreTrainedModel):
                 f"embedding, shape [batch, sequence]. {NO_VIRTUAL_TOKENS}"
             )
         elif token_ids is None:
-            token_ids = torch.zeros(inputs_embeds.shape[:2], dtype=torch.long, device=inputs_embeds.device)
+            # Without gates ids are not read: -1 says that they are not known.
+            return torch.full(inputs_embeds.shape[:2], -1, dtype=torch.long, device=inputs_embeds.device)
         elif token_ids.shape != inputs_embeds.shape[:2]:
             raise ValueError(
                 f"`token_ids` must have one id for each embedding, but has shape {tuple(token_ids.shape)} beside "
@@ -507,14 +523,10 @@ class EGMLAModel(EGMLAPreTrainedModel):
 
     def _check_cache(self, cache: Cache) -> None:
         """Refuses a cache of another model; says once that a cache of another class holds expanded keys and values."""
-        if getattr(cache, "holds_latents", False):
-            if len(cache.layers) != self.config.num_layer_groups:
-                raise ValueError(
-                    f"The cache was made for {len(cache.layers)} layer groups, but this model has "
-                    f"{self.config.num_layer_groups}: make it with `{type(cache).__name__}(model.config)`."
-                )
-            return
         if torch.compiler.is_compiling():
+            return
+        if getattr(cache, "holds_latents", False):
+            cache.check(self.config)
             return
         logger.warning_once(
             f"A {type(cache).__name__} holds expanded keys and values: {self.config.num_attention_heads} heads of "
@@ -624,8 +636,9 @@ class EGMLAForCausalLM(EGMLAPreTrainedModel, GenerationMixin):
         )
 
     @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache", raise_if_both_names=True)
-    def prepare_inputs_for_generation(self, input_ids, token_ids=None, **kwargs):
-        model_inputs = super().prepare_inputs_for_generation(input_ids, **kwargs)
+    def prepare_inputs_for_generation(self, input_ids, inputs_embeds=None, token_ids=None, **kwargs):
+        # `generate` takes embeddings only where it finds the name `inputs_embeds` in this signature.
+        model_inputs = super().prepare_inputs_for_generation(input_ids, inputs_embeds=inputs_embeds, **kwargs)
         # Embeddings stand for the prompt only, and so do the ids beside them.
         if token_ids is not None and model_inputs.get("inputs_embeds") is not None:
             model_inputs["token_ids"] = token_ids[:, -model_inputs["inputs_embeds"].shape[1] :]
@@ -640,7 +653,8 @@ class EGMLAForCausalLM(EGMLAPreTrainedModel, GenerationMixin):
         )
         cache = model_kwargs.get("cache")
         if given is not None:
-            room = given.get_max_length()
+            # A stock dynamic cache makes its layers at the first update, and cannot say its room before.
+            room = given.get_max_length() if getattr(given, "layers", None) else -1
             if room != -1 and room < max_cache_length:
                 raise ValueError(
                     f"The cache has room for {room} tokens, but prompt and new tokens need {max_cache_length}: make "
@@ -660,27 +674,39 @@ class EGMLAForCausalLM(EGMLAPreTrainedModel, GenerationMixin):
         self._check_prompt(input_ids, generation_config, model_kwargs)
         return super()._prefill(input_ids, generation_config, model_kwargs, is_first_iteration)
 
-    def _check_prompt(self, input_ids, generation_config, model_kwargs) -> None:
-        """Refuses a prompt with ids outside the vocabulary, or one that does not continue the cache it comes with."""
+    def _assisted_decoding(self, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs):
+        cache = kwargs.get("cache")
+        if self._check_prompt(input_ids, generation_config, kwargs):
+            # The library's first step reads the whole prompt again, and would append it to what is cached.
+            cache.crop(-int(cache.get_seq_length()))
+        return super()._assisted_decoding(input_ids, logits_processor, stopping_criteria, generation_config, **kwargs)
+
+    def _check_prompt(self, input_ids, generation_config, model_kwargs) -> bool:
+        """
+        Refuses a prompt with ids outside the vocabulary, or one that does not continue the cache it comes with.
+
+        Returns:
+            Whether the prompt begins with what is cached.
+        """
         inputs_embeds = model_kwargs.get("inputs_embeds")
         if inputs_embeds is None:
             prompt_ids = input_ids
         else:
             prompt_ids = model_kwargs.get("token_ids")
         if prompt_ids is None:
-            return
+            return False
         check_ids_in_vocabulary(prompt_ids, self.config.vocab_size)
 
         cache = model_kwargs.get("cache")
         past_length = int(cache.get_seq_length()) if cache is not None else 0
         if past_length == 0:
-            return
+            return False
         attention_mask = model_kwargs.get("attention_mask")
         mask_length = (
             attention_mask.shape[1] if attention_mask is not None else getattr(generation_config, "_mask_length", -1)
         )
         if mask_length != prompt_ids.shape[1]:
-            return  # Only the new tokens were passed, with a mask over all of them.
+            return False  # Only the new tokens were passed, with a mask over all of them.
         if prompt_ids.shape[1] <= past_length:
             raise ValueError(
                 f"The prompt has {prompt_ids.shape[1]} tokens, but the cache already holds {past_length}. Pass the "
@@ -690,11 +716,17 @@ class EGMLAForCausalLM(EGMLAPreTrainedModel, GenerationMixin):
         if getattr(cache, "holds_latents", False):
             cached_ids = cache.token_ids[:, :past_length].to(prompt_ids.device)
             prefix = prompt_ids[:, :past_length]
-            if cached_ids.shape != prefix.shape or not torch.equal(cached_ids.long(), prefix):
+            if cached_ids.shape[0] != prefix.shape[0]:
+                raise ValueError(
+                    f"The cache holds a batch of {cached_ids.shape[0]} sequences, but {prefix.shape[0]} are generated "
+                    "(rows times beams or returned sequences): repeat it first, with `cache.batch_repeat_interleave`."
+                )
+            if ((cached_ids != prefix) & (cached_ids >= 0)).any():
                 raise ValueError(
                     "The prompt does not begin with the tokens that the cache holds (`cache.token_ids`). Pass the "
                     "whole text, or only new tokens with an attention mask that covers the cached ones too."
                 )
+        return True
 
     def init_continuous_batching(self, *args, **kwargs):
         """Not supported: the library's paged cache stores keys and values of one width."""

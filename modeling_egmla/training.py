@@ -34,6 +34,7 @@ from transformers import (
     SchedulerType,
     Trainer,
     TrainerCallback,
+    TrainerState,
     TrainingArguments,
     default_data_collator,
 )
@@ -220,9 +221,13 @@ def load_recipe(path: str | Path) -> Recipe:
     Reads a recipe from a YAML file.
 
     Raises:
-        RecipeError: a key is unknown, missing or wrong; the message names it.
+        RecipeError: the file is not YAML, or a key is unknown, missing or wrong; the message names it.
     """
-    return read_section(Recipe, yaml.safe_load(Path(path).read_text(encoding="utf-8")))
+    try:
+        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise RecipeError(f"{path} is not YAML: {error}") from error
+    return read_section(Recipe, values)
 
 
 def load_documents(recipe: DataRecipe) -> Dataset:
@@ -401,6 +406,7 @@ class JSONLinesLog(TrainerCallback):
     def __init__(self, path: Path):
         self.path = path
         self.seconds_before = 0.0
+        self.started = time.perf_counter()
 
     @property
     def seconds(self) -> float:
@@ -495,7 +501,11 @@ def save_final(trainer: Trainer, tokenizer, recipe: Recipe, folder: Path) -> Non
         settings["suppress_tokens"] = list(range(len(tokenizer), model.config.vocab_size))
     model.generation_config = GenerationConfig(**{**recipe.generation, **settings})
     dtype = getattr(torch, recipe.training.save_dtype)
-    state_dict = {name: weight.to(dtype) for name, weight in trainer.accelerator.get_state_dict(trainer.model).items()}
+    stored = {}  # One tensor for weights that are tied, which are then saved once.
+    state_dict = {
+        name: stored.setdefault(weight.data_ptr(), weight.to(dtype))
+        for name, weight in trainer.accelerator.get_state_dict(trainer.model).items()
+    }
     model.save_pretrained(folder, state_dict=state_dict)
     tokenizer.save_pretrained(folder)
 
@@ -512,6 +522,12 @@ def check_same_run(earlier: Recipe, recipe: Recipe) -> None:
                 f"`training.output_dir`: {folder} holds a run whose recipe differs in `{section}`. Name another "
                 "folder, or empty this one."
             )
+
+
+def is_finished(checkpoint: str, recipe: TrainingRecipe) -> bool:
+    """Whether a checkpoint is as far as the recipe goes."""
+    state = TrainerState.load_from_json(os.path.join(checkpoint, "trainer_state.json"))
+    return state.global_step >= recipe.steps if recipe.steps is not None else state.epoch >= recipe.epochs
 
 
 def train(recipe_path: str | Path) -> dict[str, Any]:
@@ -549,6 +565,7 @@ def train(recipe_path: str | Path) -> dict[str, Any]:
             f"{model.config.max_position_embeddings}."
         )
 
+    use_cache = model.config.use_cache  # Trainer turns it off.
     log = JSONLinesLog(folder / "log.jsonl")
     trainer = EGMLATrainer(
         model=model,
@@ -565,8 +582,16 @@ def train(recipe_path: str | Path) -> dict[str, Any]:
     if trainer.is_world_process_zero():
         folder.mkdir(parents=True, exist_ok=True)
         kept_recipe.write_text(yaml.safe_dump(asdict(recipe), sort_keys=False), encoding="utf-8")
-    trainer.train(resume_from_checkpoint=get_last_checkpoint(folder) if folder.is_dir() else None)
+    checkpoint = get_last_checkpoint(folder)
+    if checkpoint is not None and is_finished(checkpoint, recipe.training):
+        # Trainer would take one more step.
+        trainer.state = TrainerState.load_from_json(os.path.join(checkpoint, "trainer_state.json"))
+        trainer.model.load_state_dict(EGMLAForCausalLM.from_pretrained(checkpoint).state_dict())
+        log.on_train_begin(arguments, trainer.state, trainer.control)
+    else:
+        trainer.train(resume_from_checkpoint=checkpoint)
     seconds = log.seconds
+    trainer.model.config.use_cache = use_cache
     save_final(trainer, tokenizer, recipe, folder)
 
     # The loss that counts is that of the weights as they were stored.

@@ -1,0 +1,317 @@
+"""Training by recipe: what a recipe promises, and what the embedded model is."""
+
+import json
+import random
+from importlib.resources import files
+
+import pytest
+import torch
+import yaml
+from datasets import Dataset
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import modeling_egmla  # noqa: F401  registers the Auto classes
+from modeling_egmla import training
+from modeling_egmla.training import (
+    DataRecipe,
+    EGMLATrainer,
+    GateTablesRecipe,
+    JSONLinesLog,
+    RecipeError,
+    build_arguments,
+    load_documents,
+    load_recipe,
+    pack_documents,
+    split_documents,
+    train,
+    train_tokenizer,
+    unigram_loss,
+)
+
+
+EMBEDDED = files("modeling_egmla.configuration") / "egmla-sotu"
+# Written for this test in the language of the messages, so that it is in no document.
+EXCERPT = (
+    "The condition of the Treasury and the faithful execution of the laws are matters to which the attention of "
+    "Congress is respectfully invited. The reports of the several Departments will show in detail what has been done "
+    "during the past year. I recommend that provision be made by law for the relief of the people, and that the "
+    "United States continue to maintain peace and friendship with all nations."
+)
+
+
+@pytest.fixture(scope="module")
+def text_folder(tmp_path_factory):
+    """Forty short documents of made-up sentences."""
+    folder = tmp_path_factory.mktemp("text")
+    rng = random.Random(0)
+    words = ["the", "state", "of", "union", "law", "peace", "trade", "people", "war", "treaty", "army", "tax", "land"]
+    for number in range(40):
+        sentences = [" ".join(rng.choices(words, k=8)) + "." for _ in range(25)]
+        (folder / f"{number:02}.txt").write_text("\n".join(sentences), encoding="utf-8")
+    return folder
+
+
+@pytest.fixture
+def recipe(text_folder, tmp_path):
+    """A tiny recipe, as a dictionary; write it with `write_recipe`."""
+    return {
+        "model": {
+            "config": {
+                "vocab_size": 320,
+                "hidden_size": 32,
+                "intermediate_size": 64,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 2,
+                "kv_lora_rank": 8,
+                "qk_nope_head_dim": 8,
+                "qk_rope_head_dim": 8,
+                "v_head_dim": 8,
+                "kv_gate_dim": 8,
+                "max_position_embeddings": 32,
+            }
+        },
+        "tokenizer": {"vocab_size": 300},
+        "data": {"files": [str(text_folder / "*.txt")], "validation_share": 0.2, "sequence_length": 32},
+        "training": {
+            "output_dir": str(tmp_path / "out"),
+            "batch_tokens": 128,
+            "sequences_per_device": 2,
+            "steps": 8,
+            "learning_rate": 0.01,
+            "eval_steps": 4,
+            "save_steps": 4,
+            "logging_steps": 1,
+            "arguments": {"disable_tqdm": True},
+        },
+    }
+
+
+def write_recipe(recipe, folder):
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump(recipe), encoding="utf-8")
+    return path
+
+
+def test_recipe_trains_a_model_that_loads(recipe, tmp_path):
+    """A recipe makes a folder that the Auto classes load, whose loss fell and is the one that was reported."""
+    recipe["data"]["sequence_length"] = 24
+    recipe["training"].update(steps=40, eval_steps=20, save_steps=40, save_dtype="bfloat16", batch_tokens=120)
+    recipe["training"]["sequences_per_device"] = 5  # of which neither text is a multiple
+    recipe["generation"] = {"do_sample": True, "top_p": 0.9}
+    report = train(write_recipe(recipe, tmp_path))
+    folder = tmp_path / "out"
+
+    log = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    evaluations = [row["eval_loss"] for row in log if "eval_loss" in row]
+    assert len(evaluations) == 3 and evaluations[1] < evaluations[0]
+    assert report["validation_loss"] < report["unigram_validation_loss"]
+    assert json.loads((folder / "training.json").read_text()) == report
+
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    assert model.dtype == torch.float32 and model.config.vocab_size == 320
+    assert model.generation_config.suppress_tokens == list(range(len(tokenizer), 320))
+    assert model.generation_config.top_p == 0.9 and model.config.use_cache
+    with safe_open(folder / "model.safetensors", "pt") as weights:
+        assert "lm_head.weight" not in weights.keys()  # noqa: SIM118
+        assert weights.get_tensor("model.embed_tokens.weight").dtype == torch.bfloat16
+
+    # The validation loss counts every token once, blocks and batches of unequal length included.
+    documents = load_documents(load_recipe(folder / "recipe.yaml").data)
+    validation = pack_documents(split_documents(documents, 0.2)[1], tokenizer, 24, keep_all=True)
+    assert len(validation) % 5
+    total, count = 0.0, 0
+    for block in validation:
+        ids, labels = torch.tensor([block["input_ids"]]), torch.tensor([block["labels"]])
+        targets = (labels[:, 1:] != -100).sum().item()
+        total += model(input_ids=ids, labels=labels).loss.item() * targets
+        count += targets
+    texts = tokenizer(list(split_documents(documents, 0.2)[1]["text"]))["input_ids"]
+    assert count == report["validation_tokens"] == sum(len(ids) + 1 for ids in texts)
+    assert total / count == pytest.approx(report["validation_loss"], abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("section", "change", "named"),
+    [
+        ("training", {"learning_rat": 1.0}, "training.learning_rat"),
+        ("training", {"learning_rate": "fast"}, "training.learning_rate"),
+        ("training", {"learning_rate": None}, "learning_rate"),
+        ("training", {"steps": "many"}, "steps"),
+        ("training", {"steps": -1}, "steps"),
+        ("training", {"epochs": 1}, "epochs"),
+        ("training", {"batch_tokens": 100}, "training.batch_tokens"),
+        ("training", {"schedule": "cosin"}, "training.schedule"),
+        ("training", {"arguments": {"bf17": True}}, "training.arguments.bf17"),
+        ("model", {"config": {"hidden": 3}}, "model.config.hidden"),
+        ("model", {"path": "somewhere"}, "path"),
+        ("data", {"files": ["nothing-here/*.txt"]}, "data.files"),
+        ("data", {"validation_share": 2}, "validation_share"),
+        ("generation", {"temprature": 1.0}, "generation.temprature"),
+        ("optimizer", {"name": "sgd"}, "optimizer"),
+    ],
+)
+def test_wrong_key_is_named_before_training(recipe, tmp_path, section, change, named):
+    """A recipe that cannot run says which key is wrong, and nothing is written."""
+    recipe.setdefault(section, {}).update(change)
+    with pytest.raises(RecipeError, match=named.replace(".", r"\.")):
+        train(write_recipe(recipe, tmp_path))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("key", ["model", "tokenizer", "data", "training.output_dir", "training.batch_tokens"])
+def test_missing_key_is_named(recipe, tmp_path, key):
+    """A recipe that lacks what it needs says what."""
+    *sections, last = key.split(".")
+    mapping = recipe
+    for section in sections:
+        mapping = mapping[section]
+    del mapping[last]
+    with pytest.raises(RecipeError, match=key.replace(".", r"\.")):
+        load_recipe(write_recipe(recipe, tmp_path))
+
+
+def test_number_without_dot_is_a_number(recipe, tmp_path):
+    """YAML reads 3e-4 as a string; a learning rate written so is still a number."""
+    recipe["training"]["learning_rate"] = "3e-4"
+    assert load_recipe(write_recipe(recipe, tmp_path)).training.learning_rate == 3e-4
+
+
+def test_stopped_run_continues_to_the_same_weights(recipe, tmp_path, monkeypatch):
+    """A run that dies and is started again ends with the weights, and the log, of one that did not."""
+    train(write_recipe(recipe, tmp_path))
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+
+    recipe["training"]["output_dir"] = str(tmp_path / "stopped")
+    path = write_recipe(recipe, tmp_path)
+    on_log = JSONLinesLog.on_log
+
+    def die(self, args, state, control, **kwargs):
+        on_log(self, args, state, control, **kwargs)
+        if state.global_step == 6:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(JSONLinesLog, "on_log", die)
+        train(path)
+    train(path)
+    resumed = AutoModelForCausalLM.from_pretrained(tmp_path / "stopped").state_dict()
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+
+    log = [json.loads(line) for line in (tmp_path / "stopped" / "log.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in log if "loss" in row] == list(range(1, 9))
+
+    # Once more: it is finished, and stays as it is.
+    assert train(path)["steps"] == 8
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "stopped").state_dict()
+    assert all(torch.equal(whole[name], again[name]) for name in whole)
+
+
+def test_output_folder_of_another_recipe_is_refused(recipe, tmp_path):
+    """A run never continues from the checkpoints of another recipe."""
+    recipe["training"]["steps"] = 1
+    train(write_recipe(recipe, tmp_path))
+    recipe["training"]["weight_decay"] = 0.5
+    with pytest.raises(RecipeError, match=r"training\.output_dir"):
+        train(write_recipe(recipe, tmp_path))
+
+
+@pytest.mark.parametrize("suffix", ["txt", "jsonl", "parquet"])
+def test_documents_load_from_files(tmp_path, suffix):
+    """Text files are a document each; JSON Lines and parquet have one a row, in the column that is named."""
+    texts = ["peace\n\nand trade\n", "war"]
+    if suffix == "txt":
+        for number, text in enumerate(texts):
+            (tmp_path / f"{number}.txt").write_text(text, encoding="utf-8")
+    else:
+        dataset = Dataset.from_dict({"message": texts, "year": [1790, 1812]})
+        getattr(dataset, {"jsonl": "to_json", "parquet": "to_parquet"}[suffix])(tmp_path / f"all.{suffix}")
+    column = "text" if suffix == "txt" else "message"
+    documents = load_documents(DataRecipe(files=[str(tmp_path / f"*.{suffix}")], text_column=column))
+    assert documents.column_names == ["text"] and list(documents["text"]) == texts
+    with pytest.raises(RecipeError, match=r"data\.text_column"):
+        load_documents(DataRecipe(files=[str(tmp_path / f"*.{suffix}")], text_column="nothing"))
+
+
+def test_split_keeps_documents_apart():
+    """No text is on both sides, copies included, and new documents move no old one."""
+    texts = [f"document {number}" for number in range(400)]
+    train_text, validation_text = split_documents(Dataset.from_dict({"text": texts + texts[:50]}), 0.1)
+    assert not set(train_text["text"]) & set(validation_text["text"])
+    assert len(train_text) + len(validation_text) == 450
+    assert 20 <= len(set(validation_text["text"])) <= 60
+
+    more = [f"another {number}" for number in range(100)] + texts
+    _, validation_of_more = split_documents(Dataset.from_dict({"text": more}), 0.1)
+    assert set(validation_of_more["text"]) & set(texts) == set(validation_text["text"])
+
+
+def test_packing_predicts_every_token_once():
+    """Blocks hold all text in order, documents apart, each token predicted once."""
+    documents = Dataset.from_dict({"text": ["peace and trade", "war", "the land of the river " * 9]})
+    tokenizer = train_tokenizer(documents, 300)
+    blocks = pack_documents(documents, tokenizer, 16, keep_all=True)
+    predicted = [token for labels in blocks["labels"] for token in labels[1:] if token != -100]
+    expected = [i for text in documents["text"] for i in [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]]
+    assert predicted == expected
+    assert all(len(ids) == 16 for ids in blocks["input_ids"])
+    assert tokenizer.decode(tokenizer("Naïve: 1,000 €\n\n x")["input_ids"]) == "Naïve: 1,000 €\n\n x"
+
+
+def test_unigram_loss():
+    """The baseline is the entropy of smoothed frequencies."""
+    blocks = Dataset.from_dict({"labels": [[0, 1, 1, -100]]})
+    train_blocks = Dataset.from_dict({"labels": [[0, 1, 1, 0]]})
+    assert unigram_loss(train_blocks, blocks, 2) == pytest.approx(-torch.tensor(0.6).log().item())
+
+
+def test_gate_tables_have_their_own_parameter_group(recipe, tmp_path):
+    """Gate tables take their own learning rate and decay; norms and biases are not decayed."""
+    recipe["training"]["arguments"]["eval_strategy"] = "no"
+    parsed = load_recipe(write_recipe(recipe, tmp_path))
+    tokenizer = train_tokenizer(Dataset.from_dict({"text": ["peace and trade"]}), 300)
+    model = training.build_model(parsed.model, tokenizer, seed=0)
+    trainer = EGMLATrainer(
+        model=model,
+        args=build_arguments(parsed.training, parsed.data.sequence_length),
+        gate_tables=GateTablesRecipe(learning_rate=0.1, weight_decay=0.01),
+    )
+    groups = {
+        (group["lr"], group["weight_decay"]): {id(parameter) for parameter in group["params"]}
+        for group in trainer.create_optimizer().param_groups
+    }
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    decayed = {names[i] for i in groups[0.01, 0.1]}
+    plain = {names[i] for i in groups[0.01, 0.0]}
+    tables = {names[i] for i in groups[0.1, 0.01]}
+    assert tables == {name for name in names.values() if "kv_gate_embed" in name}
+    assert plain == {name for name in names.values() if "norm" in name}
+    assert decayed == set(names.values()) - tables - plain
+
+
+def test_embedded_model_predicts_english():
+    """The model in the package computes in float32, knows its ids, and beats unigrams on text that it never saw."""
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(EMBEDDED), AutoTokenizer.from_pretrained(EMBEDDED)
+    assert model.dtype == torch.float32 and model.config.kv_gate == "multiply" and model.config.use_cache
+    assert len(tokenizer) == model.config.vocab_size
+    assert model.generation_config.suppress_tokens is None
+    assert model.generation_config.eos_token_id == tokenizer.eos_token_id == tokenizer.bos_token_id
+    assert tokenizer.pad_token_id not in (None, tokenizer.eos_token_id)
+
+    ids = tokenizer(EXCERPT, return_tensors="pt")["input_ids"]
+    with torch.no_grad():
+        loss = model(input_ids=ids, labels=ids).loss.item()
+    report = json.loads((EMBEDDED / "training.json").read_text(encoding="utf-8"))
+    assert loss < 5.0 < report["unigram_validation_loss"]
+    assert report["validation_loss"] < report["unigram_validation_loss"] - 1.5
+
+
+def test_embedded_recipes_differ_by_the_gate_only():
+    """The plain MLA beside the embedded model is its equal in all but the gate."""
+    folder = files("modeling_egmla.configuration") / "recipes"
+    gated, plain = (yaml.safe_load((folder / f"{name}-sotu.yaml").read_text()) for name in ("egmla", "mla"))
+    gated["model"]["config"].pop("kv_gate_dim")
+    assert gated["model"]["config"].pop("kv_gate") == "multiply"
+    assert plain["model"]["config"].pop("kv_gate") == "none"
+    gated["training"].pop("output_dir"), plain["training"].pop("output_dir")
+    assert gated == plain
