@@ -54,7 +54,7 @@ def select_decoding(attention: nn.Module, query_BHSK: torch.Tensor, mask: torch.
 
     `attention.kv_decoding` names it, or leaves it to measurements ("auto", see docs/decoding.md); one that cannot be
     used gives way to one that can. "grouped" reads weights, which must be torch's own, and is not compiled; neither
-    knows gradients, masks other than those of `sdpa`, or a cache whose filled length is not on the host.
+    knows gradients, autocast, masks other than those of `sdpa`, or a cache whose filled length is not on the host.
     """
     wanted, S = attention.kv_decoding, query_BHSK.shape[2]
     if (
@@ -63,7 +63,8 @@ def select_decoding(attention: nn.Module, query_BHSK: torch.Tensor, mask: torch.
         or cache.offloading
         or attention.config._attn_implementation != "sdpa"
         or attention.training
-        or query_BHSK.requires_grad
+        or torch.is_grad_enabled()
+        or torch.is_autocast_enabled(query_BHSK.device.type)
         or not ((mask is None and S == 1) or (torch.is_tensor(mask) and mask.dim() == 4))
     ):
         return "expanded"

@@ -332,8 +332,8 @@ class EGMLAPreTrainedModel(PreTrainedModel):
             decoding: `"auto"` chooses by size, as measured. `"expanded"` makes keys and values of the whole history,
                 as prefill does; `"tiles"` makes them piece by piece, in bounded memory. `"grouped"` makes none: it
                 takes the query to the latents, once for each distinct token id; with an adapter on `kv_b_proj`, with
-                quantised or offloaded weights, or compiled, it gives way to `"tiles"`. Where gradients are wanted, and
-                with attention implementations other than `sdpa`, everything is `"expanded"`.
+                quantised or offloaded weights, or compiled, it gives way to `"tiles"`. In training, outside of
+                `no_grad`, under autocast and with attention implementations other than `sdpa`, all is `"expanded"`.
 
         Raises:
             ValueError: there is no such way.

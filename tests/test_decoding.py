@@ -329,6 +329,7 @@ def test_transient_workspace_does_not_grow_with_the_batch(make_model, way):
     assert largest[4] <= largest[1] + 4 * length
 
 
+@torch.no_grad()
 def select(model, cache, queries=1, mask=None):
     attention = model.model.layers[0].self_attn
     query = torch.zeros(1, attention.num_heads, queries, attention.qk_head_dim)
@@ -413,14 +414,31 @@ def test_wrapped_modules(make_model, way, layer_group_size, change):
     assert change == "offloaded" or not torch.allclose(prefill, plain, atol=1e-4), "the change has no effect"
 
 
-def test_gradients_and_training_expand(make_model):
-    """Where a gradient is wanted, forcing a fast way does not cut it."""
+@pytest.mark.parametrize("trained", ["kv_gate_norm", "kv_b_proj", "kv_gate_embed"])
+@pytest.mark.parametrize("way", FAST)
+def test_gradients_are_not_cut(make_model, way, trained):
+    """Where a gradient is wanted, be it of a few weights only, forcing a fast way does not cut it."""
     model, (ids, mask) = make_model(), padded_batch()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(trained in name)
     cache = make_cache(model)
     decode(model, "expanded", cache, ids, mask, (39,))
-    model.set_kv_decoding("grouped")
+    model.set_kv_decoding(way)
     model(ids[:, 39:], attention_mask=mask, cache=cache).logits.sum().backward()
-    assert model.model.layers[1].self_attn.kv_gate_norm.weight.grad.abs().sum() > 0
+    assert getattr(model.model.layers[1].self_attn, trained).weight.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("way", FAST)
+def test_autocast_expands(make_model, way):
+    """Under autocast a forced way gives exactly what expanding gives."""
+    model, (ids, mask) = make_model(), padded_batch()
+    logits = []
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for decoding in ("expanded", way):
+            cache = make_cache(model)
+            decode(model, "expanded", cache, ids, mask, (39,))
+            logits.append(decode(model, decoding, cache, ids, mask, (1,)))
+    assert torch.equal(*logits)
 
 
 def test_eager_attention_gives_weights(make_model):
