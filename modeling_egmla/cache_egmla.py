@@ -39,15 +39,17 @@ class CacheMemory:
         latents: filled latents and rotated keys; B x T x `config.cache_elements_per_token` x bytes an element.
         token_ids: filled ids; B x T x 4.
         slack: allocated ahead and not filled yet.
+        workspace: derived from the others for fast decoding, and rebuilt when lost.
     """
 
     latents: int
     token_ids: int
     slack: int
+    workspace: int = 0
 
     @property
     def total(self) -> int:
-        return self.latents + self.token_ids + self.slack
+        return self.latents + self.token_ids + self.slack + self.workspace
 
 
 class GrowingTensor:
@@ -114,29 +116,65 @@ class GrowingTensor:
         self.buffer = self.buffer.to(device, non_blocking=True)
 
 
-class _HoldsTokenIds:
-    """What a layer adds so that every operation moves `token_ids` [B, T] together with latents and rotated keys."""
+class _MovesTogether:
+    """
+    What a layer adds so that every operation moves the `token_ids` [B, T] together with latents and rotated keys, and
+    keeps what was derived from the three true.
+
+    Derived state is workspace of fast decoding, neither copied nor pickled, and rebuilt when lost: `statistics`, for
+    each of the group's layers the mean and inverse deviation of every token's gated features [B, 2, T], which move
+    along; and `token_groups`, for each sequence its positions sorted by id, dropped by all but appending.
+    """
 
     token_ids: torch.Tensor | None
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.forget_derived()
+
+    def forget_derived(self) -> None:
+        self.statistics: dict[int, GrowingTensor] = {}
+        self.token_groups: list = []
+
+    @property
+    def derived_bytes(self) -> int:
+        statistics = sum(stream.buffer.nbytes for stream in self.statistics.values())
+        return statistics + sum(groups.nbytes for groups in self.token_groups)
+
+    def __getstate__(self):
+        return {**self.__dict__, "statistics": {}, "token_groups": []}
 
     def _change_token_ids(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
         if self.token_ids is not None:
             self.token_ids = change(self.token_ids)
 
+    def _change_rows(self, change: Callable[[torch.Tensor], torch.Tensor], statistics: dict) -> None:
+        self._change_token_ids(change)
+        self.token_groups = []
+        self.statistics = {layer: GrowingTensor(change(stream.filled), -1) for layer, stream in statistics.items()}
+
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        statistics = self.statistics
         super().reorder_cache(beam_idx)
-        self._change_token_ids(lambda ids: ids.index_select(0, beam_idx.to(ids.device)))
+        self._change_rows(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)), statistics)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
+        statistics = self.statistics
         super().batch_repeat_interleave(repeats)
-        self._change_token_ids(lambda ids: ids.repeat_interleave(repeats, dim=0))
+        self._change_rows(lambda tensor: tensor.repeat_interleave(repeats, dim=0), statistics)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
+        statistics = self.statistics
         super().batch_select_indices(indices)
-        self._change_token_ids(lambda ids: ids[indices])
+        self._change_rows(lambda tensor: tensor[indices], statistics)
+
+    def _crop_derived(self) -> None:
+        self.token_groups = []
+        for stream in self.statistics.values():
+            stream.length = min(stream.length, int(self.get_seq_length()))
 
 
-class EGMLALayer(_HoldsTokenIds, DynamicLayer):
+class EGMLALayer(_MovesTogether, DynamicLayer):
     """
     Cache of one layer group that grows with the sequence. `keys` are the latents [B, 1, T, C], `values` the rotated
     keys [B, 1, T, R], the places where the library's own MLA keeps them.
@@ -156,6 +194,7 @@ class EGMLALayer(_HoldsTokenIds, DynamicLayer):
             return self.streams[name].filled if name in self.streams else None
 
         def put(self, tensor: torch.Tensor | None) -> None:
+            self.forget_derived()
             self.streams.pop(name, None)
             if tensor is not None:
                 self.streams[name] = GrowingTensor(tensor, dim)
@@ -199,10 +238,12 @@ class EGMLALayer(_HoldsTokenIds, DynamicLayer):
         self.token_ids = None
 
     def offload(self) -> None:
+        self.forget_derived()
         for stream in self.streams.values():
             stream.move("cpu")
 
     def prefetch(self) -> None:
+        self.forget_derived()
         for stream in self.streams.values():
             stream.move(self.device)
 
@@ -215,6 +256,7 @@ class EGMLALayer(_HoldsTokenIds, DynamicLayer):
             )
         for stream in self.streams.values():
             stream.crop(-tokens_to_remove)
+        self._crop_derived()
 
     @property
     def allocated_bytes(self) -> int:
@@ -236,7 +278,7 @@ class _StaticBatch(StaticLayer):
         self._change_batch(lambda tensor: tensor[indices])
 
 
-class EGMLAStaticLayer(_HoldsTokenIds, _StaticBatch):
+class EGMLAStaticLayer(_MovesTogether, _StaticBatch):
     """
     Cache of one layer group with room for `max_cache_len` tokens, for compilation. Streams as in [`EGMLALayer`], with
     T the whole room; slots that are not filled hold zeros and are masked.
@@ -278,13 +320,16 @@ class EGMLAStaticLayer(_HoldsTokenIds, _StaticBatch):
         super().reset()
         if self.token_ids is not None:
             self.token_ids.zero_()
+        self.forget_derived()
 
     def offload(self) -> None:
         super().offload()
+        self.forget_derived()
         self._change_token_ids(lambda ids: ids.to("cpu", non_blocking=True))
 
     def prefetch(self) -> None:
         super().prefetch()
+        self.forget_derived()
         if self.is_initialized:
             self._change_token_ids(lambda ids: ids.to(self.device, non_blocking=True))
 
@@ -292,6 +337,7 @@ class EGMLAStaticLayer(_HoldsTokenIds, _StaticBatch):
         """As [`EGMLALayer.crop`]; slots of removed tokens are written over later."""
         super().crop(tokens_to_remove)
         self.cumulative_length.clamp_(min=0)
+        self._crop_derived()
 
     @property
     def allocated_bytes(self) -> int:
@@ -390,8 +436,8 @@ class _LatentCache(Cache):
         return self
 
     def memory(self) -> CacheMemory:
-        """Bytes held now: filled streams, filled ids, and what is allocated ahead."""
-        filled_latents = filled_ids = allocated = 0
+        """Bytes held now: filled streams, filled ids, what is allocated ahead, and derived workspace."""
+        filled_latents = filled_ids = allocated = workspace = 0
         for layer in self.layers:
             if not layer.is_initialized:
                 continue
@@ -400,7 +446,8 @@ class _LatentCache(Cache):
             if layer.token_ids is not None:
                 filled_ids += layer.token_ids[:, :length].nbytes
             allocated += layer.allocated_bytes
-        return CacheMemory(filled_latents, filled_ids, allocated - filled_latents - filled_ids)
+            workspace += layer.derived_bytes
+        return CacheMemory(filled_latents, filled_ids, allocated - filled_latents - filled_ids, workspace)
 
 
 class EGMLACache(_LatentCache):

@@ -41,6 +41,8 @@ from transformers.utils.output_capturing import capture_outputs
 
 from .cache_egmla import EGMLACache, EGMLAStaticCache
 from .configuration_egmla import EGMLAConfig
+from .decoding_egmla import KV_DECODINGS, decode, select_decoding
+from .gate_egmla import EGMLAGateProjection, TokenGate, project
 
 
 logger = logging.get_logger(__name__)
@@ -72,10 +74,6 @@ class EGMLAMLP(DeepseekV3MLP):
     pass
 
 
-class EGMLAGateProjection(nn.Linear):
-    """Projects rows of a gate table to the width of K/V; a class of its own for its initial scale."""
-
-
 def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleave: bool) -> torch.Tensor:
     """
     Rotates the channels of `x` by position.
@@ -92,7 +90,7 @@ def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interlea
     return x * cos + rotate_half(x) * sin
 
 
-class EGMLAAttention(nn.Module):
+class EGMLAAttention(TokenGate):
     """
     Multi-head latent attention whose up-projected keys and values are gated by token id (arXiv:2509.16686, section 3).
 
@@ -132,19 +130,17 @@ class EGMLAAttention(nn.Module):
             )
             self.kv_a_layernorm = EGMLARMSNorm(self.kv_lora_rank)
             self.kv_b_proj = nn.Linear(self.kv_lora_rank, config.kv_width, bias=False)
+        self.__dict__["latent_owner"] = self if self.owns_latent else None  # set by the model; not a child
 
-        self.kv_gate = config.kv_gate
-        if self.kv_gate != "none":
-            # No padding_idx: it would freeze the gate of the padding id at zero, and that id often is eos as well.
-            self.kv_gate_embed = nn.Embedding(config.vocab_size, config.kv_gate_dim)
-            self.kv_gate_proj = EGMLAGateProjection(config.kv_gate_dim, config.kv_width, bias=False)
-            self.kv_gate_norm = (
-                nn.LayerNorm(config.kv_width, eps=config.kv_gate_norm_eps)
-                if config.kv_gate_norm == "layer_norm"
-                else nn.Identity()
-            )
+        self.init_kv_gate(config)
+        self.kv_decoding = "auto"
 
         self.o_proj = nn.Linear(self.num_heads * self.v_head_dim, config.hidden_size, bias=config.attention_bias)
+
+    @property
+    def up_projection(self) -> nn.Module:
+        """`kv_b_proj` of the layer group."""
+        return self.latent_owner.kv_b_proj
 
     def expand_kv(
         self, kv_features: torch.Tensor, k_rot: torch.Tensor, token_ids: torch.Tensor
@@ -160,11 +156,7 @@ class EGMLAAttention(nn.Module):
         Returns:
             Keys [B, H, T, qk_nope_head_dim + R] and values [B, H, T, v_head_dim].
         """
-        if self.kv_gate != "none":
-            gate = self.kv_gate_proj(self.kv_gate_embed(token_ids))
-            kv_features = kv_features * gate if self.kv_gate == "multiply" else kv_features + gate
-            kv_features = self.kv_gate_norm(kv_features)
-
+        kv_features = self.gate_kv(kv_features, token_ids)
         head_shape = (*kv_features.shape[:2], self.num_heads, self.qk_nope_head_dim + self.v_head_dim)
         kv_heads = kv_features.view(head_shape).transpose(1, 2)
         k_nope, value_states = kv_heads.split([self.qk_nope_head_dim, self.v_head_dim], dim=-1)
@@ -193,7 +185,7 @@ class EGMLAAttention(nn.Module):
 
         Returns:
             Output [B, S, hidden_size], attention weights where the interface gives them, and for the other layers of
-            the group the up-projected latents [B, T, D] and the rotated keys [B, 1, T, R].
+            the group the up-projected latents [B, T, D] (None: not expanded) and the rotated keys [B, 1, T, R].
         """
         batch_size, seq_length = hidden_states.shape[:-1]
 
@@ -217,7 +209,17 @@ class EGMLAAttention(nn.Module):
             k_rot = apply_rotary(k_rot.unsqueeze(1), cos, sin, self.config.rope_interleave)
             if cache_holds_latents:
                 kv_latent, k_rot = cache.update(kv_latent, k_rot, self.group_idx, token_ids=token_ids)
-            kv_features = self.kv_b_proj(kv_latent.squeeze(1))
+
+        decoding = select_decoding(self, query_states, attention_mask, cache)
+        if decoding != "expanded":
+            attn_output = decode(self, decoding, query_states, attention_mask, cache)
+            return self.o_proj(attn_output), None, None, k_rot
+
+        if self.owns_latent:
+            kv_features = project(self.kv_b_proj, kv_latent.squeeze(1))
+        elif kv_features is None:
+            latents = cache.latents[self.group_idx].squeeze(1)
+            kv_features = project(self.up_projection, latents).to(hidden_states.device)
         if cache_holds_latents:
             token_ids = cache.token_ids.to(kv_features.device)
 
@@ -303,6 +305,45 @@ class EGMLAPreTrainedModel(PreTrainedModel):
         if isinstance(module, EGMLAGateProjection):
             init.normal_(module.weight, mean=0.0, std=module.in_features**-0.5)
 
+    def precompute_kv_gates(self) -> None:
+        """
+        Computes the gates of all ids, so that they are looked up and not projected (EG-MLA-A in the paper).
+
+        The tables take `vocab_size` x `config.kv_width` elements a layer in the weights' precision. They are derived
+        state: not saved with the model, not used in training or where gradients are wanted, computed again at the next
+        use after their parameters changed, moved or were resized. Layers whose gate modules are wrapped by an adapter,
+        quantised or offloaded go on projecting.
+        """
+        for module in self.modules():
+            if isinstance(module, TokenGate):
+                module.precompute_kv_gates()
+
+    def release_kv_gates(self) -> None:
+        """Frees what [`~EGMLAPreTrainedModel.precompute_kv_gates`] computed."""
+        for module in self.modules():
+            if isinstance(module, TokenGate):
+                module.release_kv_gates()
+
+    def set_kv_decoding(self, decoding: str = "auto") -> None:
+        """
+        Chooses how new tokens attend to the cached history; results are the same up to rounding (docs/decoding.md).
+
+        Args:
+            decoding: `"auto"` chooses by size, as measured. `"expanded"` makes keys and values of the whole history,
+                as prefill does; `"tiles"` makes them piece by piece, in bounded memory. `"grouped"` makes none: it
+                takes the query to the latents, once for each distinct token id; with an adapter on `kv_b_proj`, with
+                quantised or offloaded weights, or compiled, it gives way to `"tiles"`. In training, outside of
+                `no_grad`, under autocast and with attention implementations other than `sdpa`, all is `"expanded"`.
+
+        Raises:
+            ValueError: there is no such way.
+        """
+        if decoding not in KV_DECODINGS:
+            raise ValueError(f"`decoding` must be one of {KV_DECODINGS}, but is {decoding!r}.")
+        for module in self.modules():
+            if isinstance(module, EGMLAAttention):
+                module.kv_decoding = decoding
+
     def save_pretrained(self, *args, **kwargs):
         """As the library's; a folder that carries its code names the model of every Auto class, not its own only."""
         if self._auto_class is not None:
@@ -368,6 +409,9 @@ class EGMLAModel(EGMLAPreTrainedModel):
         self.layers = nn.ModuleList(
             [EGMLADecoderLayer(config, layer_idx) for layer_idx in range(config.num_hidden_layers)]
         )
+        for layer_idx, layer in enumerate(self.layers):
+            owner = self.layers[layer_idx - layer_idx % config.layer_group_size].self_attn
+            layer.self_attn.__dict__["latent_owner"] = owner
         self.norm = EGMLARMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = EGMLARotaryEmbedding(config=config)
         self.gradient_checkpointing = False
