@@ -151,7 +151,10 @@ def plan_notes(result: "Plan") -> str:
             f"The tables alone equal the cache saved against {result.tables_against} at "
             f"{result.tables_break_even_tokens:,} tokens."
         )
-    notes.append("Workspace: one decoding step that expands the whole history, for a moment.")
+    notes.append(
+        "Workspace: a step that expands the whole history, for a moment, as prefill and the library's MLA do; EG-MLA "
+        "decodes long histories in tiles or groups, which need less."
+    )
     if model.traffic_per_token:
         notes.append(
             f"A new token brings at most {format_bytes(model.traffic_per_token)} of gate rows to the device; without "
