@@ -392,7 +392,11 @@ class _LatentCache(Cache):
     @property
     def token_ids(self) -> torch.Tensor | None:
         """Ids of the cached tokens, [B, T], int32; None before the first update."""
-        return self.layers[0].token_ids
+        ids = self.layers[0].token_ids
+        if self.offloading and ids is not None and ids.is_cuda:
+            # The first layer, which holds them, may be on its way back while later layers run.
+            torch.cuda.current_stream(ids.device).wait_stream(self.prefetch_stream)
+        return ids
 
     @property
     def latents(self) -> list[torch.Tensor | None]:
