@@ -37,7 +37,7 @@ def text_ids(path: str | None, batch_size: int, length: int) -> torch.Tensor:
     return torch.multinomial((rank + 2.7) ** -1.15, batch_size * length, replacement=True).view(batch_size, -1).int()
 
 
-def egmla(decoding: str, token_ids: torch.Tensor, dtype: torch.dtype, queries: int, **changes):
+def egmla(decoding: str, token_ids: torch.Tensor, dtype: torch.dtype, **changes):
     config = EGMLAConfig(**SHAPE, **changes)
     model = EGMLAForCausalLM(config).eval().to(dtype)
     model.set_kv_decoding(decoding)
@@ -57,7 +57,7 @@ def library(model, key_width: int, batch_size: int, length: int, dtype: torch.dt
     return model, cache
 
 
-def build(name: str, token_ids: torch.Tensor, dtype: torch.dtype, queries: int):
+def build(name: str, token_ids: torch.Tensor, dtype: torch.dtype):
     B, T = token_ids.shape
     if name == "mha":
         return library(LlamaForCausalLM(LlamaConfig(**SHAPE)), 64, B, T, dtype)
@@ -75,7 +75,7 @@ def build(name: str, token_ids: torch.Tensor, dtype: torch.dtype, queries: int):
         return library(DeepseekV3ForCausalLM(config), 256, B, T, dtype)
     kind, decoding = name.split(":")
     changes = {"our-mla": {"kv_gate": "none", "kv_lora_rank": 256}, "our-add": {"kv_gate": "add"}}.get(kind, {})
-    model, cache = egmla(decoding, token_ids, dtype, queries, **changes)
+    model, cache = egmla(decoding, token_ids, dtype, **changes)
     if kind != "projected" and model.config.kv_gate != "none":
         model.precompute_kv_gates()
     return model, cache
@@ -84,7 +84,7 @@ def build(name: str, token_ids: torch.Tensor, dtype: torch.dtype, queries: int):
 @torch.no_grad()
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--systems", default="egmla:grouped,mha,mla")
+    parser.add_argument("--systems", default="egmla:auto,mha,mla")
     parser.add_argument("--context", type=int, default=4096)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--queries", type=int, default=1, help="new tokens a step")
@@ -100,7 +100,7 @@ def main():
     token_ids = text_ids(args.ids, args.batch, args.context + 64 * args.queries)
     clock = time.perf_counter if args.clock == "wall" else time.process_time
     dtype, history = getattr(torch, args.dtype), token_ids[:, : args.context]
-    systems = {name: build(name, history, dtype, args.queries) for name in args.systems.split(",")}
+    systems = {name: build(name, history, dtype) for name in args.systems.split(",")}
     seconds = {name: [] for name in systems}
     for step in range(args.steps + 2):
         new = token_ids[:, args.context + step * args.queries :][:, : args.queries].long()

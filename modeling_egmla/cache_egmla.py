@@ -49,6 +49,7 @@ class CacheMemory:
 
     @property
     def total(self) -> int:
+        """All of it."""
         return self.latents + self.token_ids + self.slack + self.workspace
 
 

@@ -87,7 +87,7 @@ class EGMLAConfig(PreTrainedConfig):
         use_cache (`bool`, defaults to `True`): Whether a forward pass returns a cache by default.
         bos_token_id, eos_token_id, pad_token_id (*optional*): Special ids, inside the vocabulary.
 
-    Source: arXiv:2509.16686, sections 3 and appendices; names as in the library's DeepSeek models.
+    Source: arXiv:2509.16686, section 3 and appendices; names as in the library's DeepSeek models.
 
     ```python
     >>> from modeling_egmla import EGMLAConfig, EGMLAForCausalLM

@@ -256,6 +256,8 @@ class EGMLAAttention(TokenGate):
 
 
 class EGMLADecoderLayer(GradientCheckpointingLayer):
+    """Attention and MLP, each behind an RMSNorm and added to the residual stream."""
+
     def __init__(self, config: EGMLAConfig, layer_idx: int):
         super().__init__()
         self.self_attn = EGMLAAttention(config, layer_idx)
@@ -284,6 +286,8 @@ class EGMLADecoderLayer(GradientCheckpointingLayer):
 
 
 class EGMLAPreTrainedModel(PreTrainedModel):
+    """Base of all EG-MLA models: initialisation, gates, ways to decode, vocabulary."""
+
     config: EGMLAConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
@@ -309,10 +313,10 @@ class EGMLAPreTrainedModel(PreTrainedModel):
         """
         Computes the gates of all ids, so that they are looked up and not projected (EG-MLA-A in the paper).
 
-        The tables take `vocab_size` x `config.kv_width` elements a layer in the weights' precision. They are derived
-        state: not saved with the model, not used in training or where gradients are wanted, computed again at the next
-        use after their parameters changed, moved or were resized. Layers whose gate modules are wrapped by an adapter,
-        quantised or offloaded go on projecting.
+        Beside the tables they are made from, these take `vocab_size` x `config.kv_width` elements a layer in the
+        weights' precision. They are derived state: not saved with the model, not used in training or where gradients
+        are wanted, computed again at the next use after their parameters changed, moved or were resized. Layers whose
+        gate modules are wrapped by an adapter, quantised or offloaded go on projecting.
         """
         for module in self.modules():
             if isinstance(module, TokenGate):
@@ -332,8 +336,8 @@ class EGMLAPreTrainedModel(PreTrainedModel):
             decoding: `"auto"` chooses by size, as measured. `"expanded"` makes keys and values of the whole history,
                 as prefill does; `"tiles"` makes them piece by piece, in bounded memory. `"grouped"` makes none: it
                 takes the query to the latents, once for each distinct token id; with an adapter on `kv_b_proj`, with
-                quantised or offloaded weights, or compiled, it gives way to `"tiles"`. In training, outside of
-                `no_grad`, under autocast and with attention implementations other than `sdpa`, all is `"expanded"`.
+                quantised or offloaded weights, or compiled, it gives way to `"tiles"`. In training, where gradients
+                are recorded, under autocast and with attention implementations other than `sdpa`, all is `"expanded"`.
 
         Raises:
             ValueError: there is no such way.
@@ -416,7 +420,6 @@ class EGMLAModel(EGMLAPreTrainedModel):
         self.rotary_emb = EGMLARotaryEmbedding(config=config)
         self.gradient_checkpointing = False
 
-        # Initialize weights and apply final processing
         self.post_init()
 
     @merge_with_config_defaults
@@ -449,7 +452,7 @@ class EGMLAModel(EGMLAPreTrainedModel):
                 outside the vocabulary; a cache that this model did not fill.
         """
         if (input_ids is None) ^ (inputs_embeds is not None):
-            raise ValueError("You must specify exactly one of input_ids or inputs_embeds")
+            raise ValueError("Give exactly one of `input_ids`, and `inputs_embeds` with `token_ids` beside it.")
         token_ids = self._check_token_ids(input_ids, inputs_embeds, token_ids)
 
         if inputs_embeds is None:
@@ -574,7 +577,6 @@ class EGMLAForCausalLM(EGMLAPreTrainedModel, GenerationMixin):
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
-        # Initialize weights and apply final processing
         self.post_init()
 
     @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache", raise_if_both_names=True)

@@ -153,8 +153,8 @@ class Footprint:
         token_ids: ids of the cached tokens.
         gate_rows: rows of the cached tokens that must be on the device when the tables are not, each distinct id once;
             at most this much, since texts repeat ids.
-        workspace: passing, in a decoding step ([`expanded_workspace_elements`]); attention that reads its cache as it
-            is needs none.
+        workspace: passing, in a step that expands the whole history ([`expanded_workspace_elements`]): an upper bound,
+            since tiles and groups need less; attention that reads its cache as it is needs none.
         device, host, disk: all of it, by place. Memory-mapped tables count as disk: the system may drop their pages.
         traffic_per_token: gate rows that a new token brings to the device in all layers, at most.
         reread_per_step: the same for a decoder that keeps no rows and reads the whole history's at each step.
@@ -231,7 +231,8 @@ def plan(
         tables: dtype of the gate tables, by default that of the weights; also `"int8"` (a float32 scale a row).
         cache: dtype of the cache, by default that of the weights.
         gates: `"projected"` looks up tables of width `kv_gate_dim` and projects; `"precomputed"` (the paper's
-            EG-MLA-A) looks up rows of the projected width D, counted in place of the tables they were made from.
+            EG-MLA-A) looks up rows of the projected width D, counted in place of the tables they were made from;
+            the library keeps those as well, which is not counted.
         placement: where the tables are: `"device"`, `"host"` or `"mmap"` (read from the file as needed).
 
     Raises:

@@ -1,4 +1,4 @@
-"""Every code block of the README and the documents runs as a reader would run it."""
+"""Every code block of the README and of docs/cache.md runs as a reader would run it."""
 
 import os
 import re

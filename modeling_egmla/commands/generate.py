@@ -146,6 +146,8 @@ def cache_table(config, cache) -> "Table":
     add("  latents and rotary keys", memory.latents)
     add("  token ids", memory.token_ids)
     add("  allocated ahead, empty", memory.slack)
+    if memory.workspace:
+        add("  workspace of decoding", memory.workspace)
     for kind, size in others.items():
         add(kind, size)
     return table

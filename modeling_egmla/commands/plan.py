@@ -41,7 +41,7 @@ def plan(
     ] = "projected",
     placement: Annotated[
         Literal["device", "host", "mmap"],
-        typer.Option(help="Where the gate tables are: mmap reads the file as needed."),
+        typer.Option(help="Where the gate tables would be: mmap reads the file as needed. Arithmetic only."),
     ] = "device",
     as_json: Annotated[bool, typer.Option("--json", help="Print all numbers, in bytes, as JSON.")] = False,
     plot: Annotated[
@@ -128,7 +128,7 @@ def plan_table(name: str, result: "Plan") -> "Table":
     add("Gate rows", [c.gate_rows for c in columns], always=False)
     add("Cache", [c.cache for c in columns])
     add("Token ids", [c.token_ids for c in columns])
-    add("Workspace", [c.workspace for c in columns])
+    add("Workspace, most", [c.workspace for c in columns])
     add("On the device", [c.device for c in columns], style="bold")
     add("On the host", [c.host for c in columns], always=False)
     add("In the file", [c.disk for c in columns], always=False)

@@ -18,7 +18,7 @@ def train(
 
     The same command continues a run that was stopped, from its last checkpoint.
     """
-    need("train", "accelerate", "datasets", "yaml")
+    need("train", "accelerate", "datasets")
     from .. import training
 
     report = training.train(recipe)
