@@ -124,6 +124,16 @@ def _code_of_others(folder: Path) -> list[str]:
     ]
 
 
+def check_arguments(repo_id: str, tag: str | None, pull_request: bool) -> None:
+    """Raises a `ValueError` if [`push`] could not be called so."""
+    if pull_request and tag:
+        raise ValueError("A pull request cannot be tagged before it is merged: leave `--tag` out.")
+    try:
+        validate_repo_id(repo_id)
+    except HFValidationError as error:
+        raise ValueError(str(error)) from error
+
+
 def push(
     folder: str | os.PathLike,
     repo_id: str,
@@ -159,12 +169,7 @@ def push(
         HubError: the Hub refuses, or cannot be reached.
         ValueError: the arguments do not go together, or `repo_id` is no name.
     """
-    if pull_request and tag:
-        raise ValueError("A pull request cannot be tagged before it is merged: leave `--tag` out.")
-    try:
-        validate_repo_id(repo_id)
-    except HFValidationError as error:
-        raise ValueError(str(error)) from error
+    check_arguments(repo_id, tag, pull_request)
     folder = Path(folder)
     sizes = validate(folder, trust_remote_code)
     api = api or HfApi()

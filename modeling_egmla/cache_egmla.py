@@ -8,6 +8,7 @@ keys and values and gates are never kept.
 Shapes: B batch, T cached length, C `kv_lora_rank`, R `qk_rope_head_dim`.
 """
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -112,6 +113,12 @@ class GrowingTensor:
         if self.buffer.shape[self.dim] > whole_blocks(self.length):
             self.buffer = self.buffer.narrow(self.dim, 0, whole_blocks(self.length)).clone()
 
+    def changed(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "GrowingTensor":
+        """The same with what is filled changed, the length kept."""
+        new = copy.copy(self)
+        new.buffer, new.owns_buffer = change(self.filled), False
+        return new
+
     def move(self, device: torch.device | str) -> None:
         """Moves the buffer, with its room, to `device`."""
         self.buffer = self.buffer.to(device, non_blocking=True)
@@ -152,7 +159,7 @@ class _MovesTogether:
     def _change_rows(self, change: Callable[[torch.Tensor], torch.Tensor], statistics: dict) -> None:
         self._change_token_ids(change)
         self.token_groups = []
-        self.statistics = {layer: GrowingTensor(change(stream.filled), -1) for layer, stream in statistics.items()}
+        self.statistics = {layer: stream.changed(change) for layer, stream in statistics.items()}
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         statistics = self.statistics

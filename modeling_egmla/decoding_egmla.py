@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from .cache_egmla import GrowingTensor
-from .gate_egmla import is_plain, project
+from .gate_egmla import Sources, is_plain, project
 
 
 KV_DECODINGS = ("auto", "expanded", "tiles", "grouped")
@@ -82,10 +82,12 @@ def select_decoding(attention: nn.Module, query_BHSK: torch.Tensor, mask: torch.
 
 
 def reads_weights(attention: nn.Module) -> bool:
-    """Whether up-projection and norm are modules whose weights can stand for them."""
+    """Whether up-projection and norm, and the gate whose statistics are kept, are what their weights say."""
     modules = [attention.up_projection]
     if attention.kv_gate != "none":
         modules.append(attention.kv_gate_norm)
+        if isinstance(attention.kv_gate_norm, nn.LayerNorm):
+            modules += [attention.kv_gate_embed, attention.kv_gate_proj]
     return is_plain(*modules) and modules[0].bias is None
 
 
@@ -279,6 +281,9 @@ def gated_statistics(attention: nn.Module, history: History, cache) -> torch.Ten
     """
     kept = cache.layers[attention.group_idx].statistics
     stream = kept.get(attention.layer_idx)
+    parameters = [m.weight for m in (attention.up_projection, attention.kv_gate_embed, attention.kv_gate_proj)]
+    if stream is not None and not stream.sources.is_current(parameters):
+        stream = None
     (B, T), start = history.token_ids_BT.shape, 0 if stream is None else stream.length
     if start < T:
         dtype = accumulator_dtype(history.latents_BTC)
@@ -293,6 +298,7 @@ def gated_statistics(attention: nn.Module, history: History, cache) -> torch.Ten
             tile[:, 0], tile[:, 1] = mean, (variance + attention.kv_gate_norm.eps).rsqrt()
         if stream is None:
             stream = kept[attention.layer_idx] = GrowingTensor(new, dim=-1)
+            stream.sources = Sources(parameters)
         else:
             stream.append(new)
     return stream.filled

@@ -7,6 +7,7 @@ Shapes: D = heads * (`qk_nope_head_dim` + `v_head_dim`), the gate's width.
 """
 
 import weakref
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -56,32 +57,32 @@ def project(linear: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return F.linear(x.float(), linear.weight.float(), bias).to(x.dtype)
 
 
-class GateTable:
-    """
-    Gates of all ids, [vocab_size, D], with what they were computed from.
+class Sources:
+    """What something was computed from: `parameters`, as they were then."""
 
-    Args:
-        gates: the table.
-        sources: parameters that it was computed from.
-    """
-
-    def __init__(self, gates: torch.Tensor, sources: list[nn.Parameter]):
-        self.gates = gates
+    def __init__(self, parameters: list[nn.Parameter]):
         # The alias keeps the storage alive, so that another one cannot appear at its address, and shares the version.
-        self.sources = [(weakref.ref(p), p.detach(), self._version(p)) for p in sources]
+        self.states = [(weakref.ref(p), p.detach(), self._version(p)) for p in parameters]
 
     @staticmethod
     def _version(tensor: torch.Tensor) -> int | None:
         return None if tensor.is_inference() else tensor._version
 
-    def is_current(self, sources: list[nn.Parameter]) -> bool:
-        """Whether `sources` are the same parameters with the same memory, not written to since."""
+    def is_current(self, parameters: list[nn.Parameter]) -> bool:
+        """Whether `parameters` are the same ones with the same memory, not written to since."""
         return all(
             reference() is p
             and (alias.data_ptr(), alias.dtype, alias.shape) == (p.data_ptr(), p.dtype, p.shape)
             and version == self._version(p)
-            for p, (reference, alias, version) in zip(sources, self.sources)
+            for p, (reference, alias, version) in zip(parameters, self.states)
         )
+
+
+class GateTable(NamedTuple):
+    """Gates of all ids, [vocab_size, D], with what they were computed from."""
+
+    gates: torch.Tensor
+    sources: Sources
 
 
 class TokenGate(nn.Module):
@@ -91,9 +92,9 @@ class TokenGate(nn.Module):
 
     After [`~TokenGate.precompute_kv_gates`] gates come from a [`GateTable`]. That is derived state: neither saved nor
     copied, read only in evaluation mode where no gradient is wanted, and computed again when next used after its
-    parameters were replaced, moved or written to. What writes through `parameter.data`, as merging an adapter does,
-    leaves no trace on the parameter; so `train()` drops the table too, and so does replacing one of its modules, as
-    putting an adapter on or taking it off does.
+    parameters were replaced, moved or written to. What writes through `parameter.data`, as merging an adapter, and
+    fused optimizers leave no trace on the parameter; so `train()`, a forward pass with gradients and loading weights
+    drop the table too, and so does replacing one of its modules, as putting an adapter on or taking it off does.
     """
 
     def init_kv_gate(self, config: EGMLAConfig) -> None:
@@ -124,6 +125,8 @@ class TokenGate(nn.Module):
         """Returns the gates of `token_ids`, [..., D]."""
         modules = (self.kv_gate_embed, self.kv_gate_proj)
         wants_gradient = torch.is_grad_enabled() and any(p.requires_grad for m in modules for p in m.parameters())
+        if wants_gradient:
+            self._kv_gate_table = None  # an optimizer may step next
         table = None if wants_gradient else self._current_gate_table()
         if table is None:
             return project(self.kv_gate_proj, self.kv_gate_embed(token_ids))
@@ -140,21 +143,27 @@ class TokenGate(nn.Module):
         """Returns the table of all gates where it may be used, computing it if it is not there or no longer right."""
         if not self.precomputes_kv_gates or self.training or not is_plain(self.kv_gate_embed, self.kv_gate_proj):
             return None
-        sources = [self.kv_gate_embed.weight, self.kv_gate_proj.weight]
+        parameters = [self.kv_gate_embed.weight, self.kv_gate_proj.weight]
+        table = self._kv_gate_table
         if torch.compiler.is_compiling():  # what was computed from is checked by the calls that are not compiled
-            return self._kv_gate_table.gates if self._kv_gate_table is not None else None
-        if self._kv_gate_table is None or not self._kv_gate_table.is_current(sources):
-            self._kv_gate_table = None  # before the new one is allocated
-            self._kv_gate_table = GateTable(self._compute_gates(), sources)
-        return self._kv_gate_table.gates
+            return table.gates if table is not None else None
+        if table is None or not table.sources.is_current(parameters):
+            self._kv_gate_table = table = None  # before the new one is allocated
+            self._kv_gate_table = table = GateTable(self._compute_gates(), Sources(parameters))
+        return table.gates
 
     @torch.no_grad()
     def _compute_gates(self) -> torch.Tensor:
         embed = self.kv_gate_embed.weight
         gates = embed.new_empty((embed.shape[0], self.kv_gate_proj.out_features))
-        for rows, chunk in zip(embed.split(PRECOMPUTE_CHUNK), gates.split(PRECOMPUTE_CHUNK)):
-            chunk.copy_(project(self.kv_gate_proj, rows))
+        with torch.autocast(embed.device.type, enabled=False):
+            for rows, chunk in zip(embed.split(PRECOMPUTE_CHUNK), gates.split(PRECOMPUTE_CHUNK)):
+                chunk.copy_(project(self.kv_gate_proj, rows))
         return gates
+
+    def _load_from_state_dict(self, *args, **kwargs):
+        self._kv_gate_table = None
+        super()._load_from_state_dict(*args, **kwargs)
 
     def train(self, mode: bool = True):
         if mode:

@@ -193,6 +193,10 @@ def test_demo_without_extras(egmla, folder, tmp_path, monkeypatch):
         (["plan", "mla-base-kv256", "--gates", "precomputed"], "without gate tables"),
         (["plan", "--plot", "FOLDER/plan.xyz"], "xyz"),
         (["eval", "nobody/nothing"], "There is no model nobody/nothing"),
+        (["eval", "--tasks", " , "], "--tasks names no task"),
+        (["generate", "\udcff\udcfe", "--model", "FOLDER"], "not UTF-8"),
+        (["generate", "x", "--model", "FOLDER", "--device", "meta"], "--device meta"),
+        (["push", "FOLDER", "a/b/c", "--dry-run"], "a/b/c"),
     ],
     ids=str,
 )

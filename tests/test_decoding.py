@@ -486,3 +486,21 @@ def test_compiled_tiles(make_model):
         longer = model.generate(ids[1:], max_new_tokens=300, **settings)
     model.set_kv_decoding("expanded")
     assert torch.equal(longer, model.generate(ids[1:], max_new_tokens=300))
+
+
+@pytest.mark.parametrize("kv_gate", ["multiply", "add"])
+def test_statistics_follow_the_weights(make_model, kv_gate):
+    """Gates that change while a cache lives change every decoded step alike, whichever way it is decoded."""
+    logits = {}
+    for decoding in ("expanded", "grouped"):
+        model = make_model(kv_gate=kv_gate)
+        model.set_kv_decoding(decoding)
+        ids, cache = torch.arange(2, 22)[None], EGMLACache(model.config)
+        with torch.no_grad():
+            model(ids[:, :18], cache=cache)
+            model(ids[:, 18:19], cache=cache)
+            for name, parameter in model.named_parameters():
+                if "kv_gate_proj" in name:
+                    parameter.mul_(-1.3)
+            logits[decoding] = model(ids[:, 19:], cache=cache).logits
+    torch.testing.assert_close(logits["grouped"], logits["expanded"], atol=1e-4, rtol=1e-4)

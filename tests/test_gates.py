@@ -188,3 +188,34 @@ def test_precomputing_plain_mla_does_nothing(make_model):
     model.precompute_kv_gates()
     assert torch.equal(logits(model), before)
     model.release_kv_gates()
+
+
+def test_gates_computed_under_autocast_are_as_precise_as_the_weights(model):
+    """Precomputing inside an autocast region leaves no rounded table behind."""
+    expected = logits(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        model.precompute_kv_gates()
+    torch.testing.assert_close(logits(model), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_fused_optimizers_leave_no_stale_gates(model):
+    """Fine-tuning in evaluation mode with a fused optimizer, which leaves no trace on parameters, renews the gates."""
+    model.precompute_kv_gates()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, fused=True)
+    model(input_ids=IDS, labels=IDS, use_cache=False).loss.backward()
+    optimizer.step()
+    actual = logits(model)
+    model.release_kv_gates()
+    torch.testing.assert_close(actual, logits(model), atol=1e-5, rtol=1e-5)
+
+
+def test_a_compiled_model_sees_loaded_weights(model, make_model):
+    """Weights loaded into a compiled model reach its precomputed gates."""
+    model.precompute_kv_gates()
+    compiled = torch.compile(model, backend="eager")
+    with torch.no_grad():
+        compiled(IDS, use_cache=False)
+        model.load_state_dict(make_model(seed=3, kv_gate=model.config.kv_gate).state_dict())
+        actual = compiled(IDS, use_cache=False).logits
+        model.release_kv_gates()
+        torch.testing.assert_close(actual, model(IDS, use_cache=False).logits, atol=1e-5, rtol=1e-5)

@@ -106,6 +106,8 @@ def load_model(
     model = _load(AutoModelForCausalLM.from_pretrained, name, trust_remote_code, dtype=dtype)
     tokenizer = _load(AutoTokenizer.from_pretrained, name, trust_remote_code)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device == "meta":
+        raise ValueError("--device meta holds no values: name cpu, cuda or another device that computes.")
     try:
         return model.to(device).eval(), tokenizer
     except (RuntimeError, AssertionError) as error:

@@ -19,7 +19,9 @@ def evaluate(
     limit: Annotated[int | None, typer.Option(min=1, help="Score the first so many rows of each task only.")] = None,
     num_fewshot: Annotated[int | None, typer.Option(min=0, help="Solved examples in front of each row.")] = None,
     batch_size: Annotated[int, typer.Option("--batch-size", "-b", min=1, help="Rows at once.")] = 8,
-    output: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the harness's results as JSON.")] = None,
+    output: Annotated[
+        Path | None, typer.Option(metavar="FILE", dir_okay=False, help="Write the harness's results as JSON.")
+    ] = None,
     device: Device = None,
     dtype: Dtype = "auto",
     trust_remote_code: TrustRemoteCode = False,
@@ -40,8 +42,10 @@ def evaluate(
     need("eval", "lm_eval", "datasets")
     from ..evaluation import evaluate as run_tasks
 
-    language_model, tokenizer = load_model(model, device, dtype, trust_remote_code)
     names = [name.strip() for name in tasks.split(",") if name.strip()]
+    if not names:
+        raise ValueError("--tasks names no task: give one or more, e.g. sotu_continuation.")
+    language_model, tokenizer = load_model(model, device, dtype, trust_remote_code)
     results = run_tasks(language_model, tokenizer, names, limit, num_fewshot, batch_size)
     console().print(scores_table(results))
     if output is not None:

@@ -41,6 +41,10 @@ def generate(
     - `cat speech.txt | egmla generate - --greedy --model me/my-egmla`
     """
     text = sys.stdin.read() if text == "-" else text
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        raise ValueError("The text is not UTF-8: convert it first, e.g. with `iconv -t utf-8`.") from None
     language_model, tokenizer = load_model(model, device, dtype, trust_remote_code)
     if language_model.config.model_type != "egmla":
         raise ValueError(

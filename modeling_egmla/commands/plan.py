@@ -79,6 +79,7 @@ def plan(
         console().print(plan_table(model, result))
         console().print(plan_notes(result), style="dim")
     if plot is not None:
+        plot = plot if plot.suffix else plot.with_suffix(".png")
         draw(model, planned, result, plot)
         if not as_json:
             console().print(f"Plot: {plot}")

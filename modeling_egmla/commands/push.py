@@ -39,9 +39,10 @@ def push(
     - `egmla push my-model me/my-model --dry-run`
     - `egmla push my-model me/my-model --tag v1`
     """
+    from ..conversion.hub import check_arguments, validate
     from ..conversion.hub import push as push_folder
-    from ..conversion.hub import validate
 
+    check_arguments(repo_id, tag, pull_request)
     typer.echo(f"Checking {folder}, which takes as long as loading it twice ...", err=True)
     if dry_run:
         sizes = validate(folder, trust_remote_code)
