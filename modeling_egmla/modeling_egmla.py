@@ -452,7 +452,7 @@ class EGMLAModel(EGMLAPreTrainedModel):
                 outside the vocabulary; a cache that this model did not fill.
         """
         if (input_ids is None) ^ (inputs_embeds is not None):
-            raise ValueError("Give exactly one of `input_ids`, and `inputs_embeds` with `token_ids` beside it.")
+            raise ValueError("Give exactly one of input_ids or inputs_embeds, the latter with token_ids beside it.")
         token_ids = self._check_token_ids(input_ids, inputs_embeds, token_ids)
 
         if inputs_embeds is None:
