@@ -18,6 +18,8 @@ from pathlib import Path
 import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
+from ..plan import TOKEN_ID_BYTES
+
 
 TEMPLATE = files("modeling_egmla.model_cards") / "template.jinja"
 HARNESS = "lm-evaluation-harness"
@@ -35,7 +37,6 @@ EVALUATION_KEYS = ("results", "n-shot", "versions", "n-samples", "higher_is_bett
 VERSION_KEYS = ("lm_eval_version", "transformers_version")
 CARD_SOURCES = ("about.yaml", "training.json", "recipe.yaml", "evaluation.json")
 RECIPE_SECTIONS = ("tokenizer", "data", "training", "gate_tables")  # the model's shape is in config.json
-TOKEN_ID_BYTES = 4
 
 
 def read_about(path: Path) -> dict:

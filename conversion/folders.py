@@ -44,9 +44,11 @@ def refuse_existing(target: Path, force: bool) -> None:
     if not target.exists() or not any(target.iterdir()):
         return
     if not force:
-        raise FileExistsError(f"{target} exists already: choose another name, or replace it with --force.")
+        raise FileExistsError(f"{target} exists already: choose another name, or replace it with --overwrite.")
     if not (target / "config.json").is_file():
-        raise FileExistsError(f"{target} has no config.json, so it is no model that --force would replace: remove it.")
+        raise FileExistsError(
+            f"{target} has no config.json, so it is no model that --overwrite would replace: remove it."
+        )
 
 
 def leftovers(target: str | Path) -> list[Path]:

@@ -608,7 +608,7 @@ def test_existing_target_is_replaced_whole_or_not_at_all(sources, tmp_path):
     target = tmp_path / "out"
     convert(sources["deepseek_v2"], target, check=False)
     old = {path.name: path.read_bytes() for path in target.iterdir()}
-    with pytest.raises(FileExistsError, match="--force"):
+    with pytest.raises(FileExistsError, match="--overwrite"):
         convert(sources["deepseek_v3"], target)
 
     def interrupt(done, total):
@@ -711,10 +711,10 @@ def test_command(sources, copied, tmp_path):
     code, output = run_command(sources["minicpm3"], tmp_path / "out")
     assert code == 0 and "minicpm3 to egmla" in output and "relative difference" in output
     code, output = run_command(sources["minicpm3"], tmp_path / "out")
-    assert code == 1 and "--force" in output
-    code, output = run_command(sources["minicpm3"], tmp_path / "out", "--force", "--threshold", "1e-12")
+    assert code == 1 and "--overwrite" in output
+    code, output = run_command(sources["minicpm3"], tmp_path / "out", "--overwrite", "--threshold", "1e-12")
     assert code == 1 and "does not agree" in output
-    code, output = run_command(sources["minicpm3"], tmp_path / "out", "--force", "--no-check")
+    code, output = run_command(sources["minicpm3"], tmp_path / "out", "--overwrite", "--no-check")
     assert code == 0 and "not compared" in output
     single_file(folder := copied("deepseek_v2"), lambda content: content.pop("model.norm.weight"))
     code, output = run_command(folder, tmp_path / "other")

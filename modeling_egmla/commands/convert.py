@@ -76,7 +76,7 @@ def convert(
     ] = None,
     max_shard_size: Annotated[str, typer.Option(help="Largest weight file.")] = "5GB",
     force: Annotated[
-        bool, typer.Option("--force", help="Replace TARGET if it exists, once the new one is done.")
+        bool, typer.Option("--overwrite", help="Replace TARGET if it exists, once the new one is done.")
     ] = False,
     check: Annotated[bool, typer.Option(help="Run both models on the same tokens and compare logits.")] = True,
     threshold: Annotated[
