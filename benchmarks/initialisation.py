@@ -17,7 +17,8 @@ import torch
 import typer
 
 from modeling_egmla import EGMLAConfig, EGMLAForCausalLM
-from modeling_egmla.training import DataRecipe, load_documents, pack_documents, split_documents, train_tokenizer
+from modeling_egmla.training.data import load_documents, pack_documents, split_documents, train_tokenizer
+from modeling_egmla.training.recipe import DataRecipe
 
 
 def build_model(config: EGMLAConfig, gate_std: float | None, table_std: float, seed: int) -> EGMLAForCausalLM:

@@ -141,7 +141,7 @@ def test_rows_can_be_made_again(tmp_path, monkeypatch):
     """The generator gives the same rows each time, and its rule for documents is the training's."""
     import importlib.util
 
-    from modeling_egmla.training import is_validation
+    from modeling_egmla.training.data import is_validation
 
     spec = importlib.util.spec_from_file_location("make_rows", local_tasks_folder() / "make_rows.py")
     make_rows = importlib.util.module_from_spec(spec)

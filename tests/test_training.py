@@ -12,22 +12,17 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import modeling_egmla  # noqa: F401  registers the Auto classes
-from modeling_egmla import training
-from modeling_egmla.training import (
-    DataRecipe,
-    EGMLATrainer,
-    GateTablesRecipe,
-    JSONLinesLog,
-    RecipeError,
-    build_arguments,
+from modeling_egmla.training import EGMLATrainer, RecipeError, load_recipe, train
+from modeling_egmla.training.data import (
     load_documents,
-    load_recipe,
     pack_documents,
     split_documents,
-    train,
     train_tokenizer,
     unigram_loss,
 )
+from modeling_egmla.training.recipe import DataRecipe, GateTablesRecipe
+from modeling_egmla.training.run import build_arguments, build_model
+from modeling_egmla.training.trainer import JSONLinesLog
 
 
 EMBEDDED = files("modeling_egmla.configuration") / "egmla-sotu"
@@ -270,7 +265,7 @@ def test_gate_tables_have_their_own_parameter_group(recipe, tmp_path):
     recipe["training"]["arguments"]["eval_strategy"] = "no"
     parsed = load_recipe(write_recipe(recipe, tmp_path))
     tokenizer = train_tokenizer(Dataset.from_dict({"text": ["peace and trade"]}), 300)
-    model = training.build_model(parsed.model, tokenizer, seed=0)
+    model = build_model(parsed.model, tokenizer, seed=0)
     trainer = EGMLATrainer(
         model=model,
         args=build_arguments(parsed.training, parsed.data.sequence_length),

@@ -1,0 +1,193 @@
+"""Recipes: a YAML file that says model, tokenizer, text and schedule, read so that a wrong key is named."""
+
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from huggingface_hub.dataclasses import as_validated_field, strict
+from huggingface_hub.errors import StrictDataclassClassValidationError, StrictDataclassFieldValidationError
+from transformers import GenerationConfig, SchedulerType, TrainingArguments
+
+from ..configuration_egmla import EGMLAConfig
+
+
+class RecipeError(ValueError):
+    """A recipe cannot be run; the message names the key."""
+
+
+@as_validated_field
+def positive(value):
+    """A number above zero, or None where the field allows it."""
+    if value is not None and value <= 0:
+        raise ValueError(f"must be above 0, but is {value}")
+
+
+@as_validated_field
+def share(value):
+    """A number between zero and one."""
+    if not 0 < value < 1:
+        raise ValueError(f"must lie between 0 and 1, but is {value}")
+
+
+@strict
+@dataclass
+class ModelRecipe:
+    """Which model: a `preset` and/or `config` fields for new weights, or the `path` of trained ones (or a Hub id)."""
+
+    preset: str | None = None
+    config: dict[str, Any] | None = None
+    path: str | None = None
+
+    def validate_choice(self):
+        if (self.path is None) == (self.preset is None and self.config is None):
+            raise ValueError("`model` needs either `path`, or `preset` or `config` or both.")
+        if unknown := set(self.config or {}) - {f.name for f in fields(EGMLAConfig)}:
+            raise ValueError(f"`model.config.{min(unknown)}` is no field of EGMLAConfig.")
+
+
+@strict
+@dataclass
+class TokenizerRecipe:
+    """A tokenizer's `path` (or Hub id), or the `vocab_size` of one to train on the training documents."""
+
+    path: str | None = None
+    vocab_size: int | None = positive(default=None)
+
+    def validate_choice(self):
+        if (self.path is None) == (self.vocab_size is None):
+            raise ValueError("`tokenizer` needs either `path` or `vocab_size`.")
+
+
+@strict
+@dataclass
+class DataRecipe:
+    """Documents from `files` (globs of .txt, one document each, .jsonl or .parquet) or of a Hub `dataset`."""
+
+    files: list[str] | None = None
+    dataset: str | None = None
+    dataset_split: str = "train"
+    text_column: str = "text"
+    validation_share: float = share(default=0.05)
+    sequence_length: int = positive(default=1024)
+
+    def validate_choice(self):
+        if (self.files is None) == (self.dataset is None):
+            raise ValueError("`data` needs either `files` or `dataset`.")
+
+
+@strict
+@dataclass
+class TrainingRecipe:
+    """How to train. `arguments` goes to `TrainingArguments` as it is (bf16, gradient_checkpointing, ...)."""
+
+    output_dir: str
+    learning_rate: float = positive()
+    batch_tokens: int = positive()
+    sequences_per_device: int = positive(default=1)
+    steps: int | None = positive(default=None)
+    epochs: float | None = positive(default=None)
+    schedule: str = "cosine"
+    schedule_arguments: dict[str, Any] = field(default_factory=dict)
+    warmup_steps: int = 0
+    weight_decay: float = 0.1
+    adam_beta2: float = share(default=0.95)
+    max_grad_norm: float = positive(default=1.0)
+    seed: int = 0
+    eval_steps: int = positive(default=500)
+    save_steps: int = positive(default=500)
+    logging_steps: int = positive(default=10)
+    save_dtype: str = "float32"
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+    def validate_choice(self):
+        if (self.steps is None) == (self.epochs is None):
+            raise ValueError("`training` needs either `steps` or `epochs`.")
+        if self.save_dtype not in ("float32", "bfloat16", "float16"):
+            raise ValueError(
+                f"`training.save_dtype` must be float32, bfloat16 or float16, but is {self.save_dtype!r}."
+            )
+        schedules = [schedule.value for schedule in SchedulerType]
+        if self.schedule not in schedules:
+            raise ValueError(f"`training.schedule` must be one of {schedules}, but is {self.schedule!r}.")
+        if unknown := set(self.arguments) - {f.name for f in fields(TrainingArguments)}:
+            raise ValueError(f"`training.arguments.{min(unknown)}` is no field of TrainingArguments.")
+
+
+@strict
+@dataclass
+class GateTablesRecipe:
+    """
+    The parameter group of the gate tables. `learning_rate` None means that of the rest.
+
+    Weight decay is off by default: AdamW shrinks every row at every step, but only rows whose token occurs get a
+    gradient against it, so the gates of rare tokens would fade, and with them those tokens' keys and values.
+    """
+
+    learning_rate: float | None = positive(default=None)
+    weight_decay: float = 0.0
+
+
+@strict
+@dataclass
+class Recipe:
+    """A whole recipe. `generation` holds what the saved model's generation_config says beside the special ids."""
+
+    model: ModelRecipe
+    tokenizer: TokenizerRecipe
+    data: DataRecipe
+    training: TrainingRecipe
+    gate_tables: GateTablesRecipe = field(default_factory=GateTablesRecipe)
+    generation: dict[str, Any] = field(default_factory=dict)
+
+    def validate_generation(self):
+        if unknown := set(self.generation) - set(GenerationConfig().to_dict()):
+            raise ValueError(f"`generation.{min(unknown)}` is no field of GenerationConfig.")
+
+
+def read_section(section_class: type, values: Any, name: str = "") -> Any:
+    """
+    Builds a recipe section from a mapping, sections inside it included.
+
+    Raises:
+        RecipeError: a key is unknown, missing or of the wrong type; the message names it with its path in the recipe.
+    """
+    if not isinstance(values, dict):
+        raise RecipeError(f"`{name or 'recipe'}` must be a mapping of keys to values, but is {values!r}.")
+    prefix = f"{name}." if name else ""
+    known = {f.name: f for f in fields(section_class)}
+    for key in values:
+        if key not in known:
+            raise RecipeError(f"Unknown key `{prefix}{key}`. Keys here: {', '.join(known)}.")
+    for key in known:
+        if key not in values and known[key].default is MISSING and known[key].default_factory is MISSING:
+            raise RecipeError(f"The recipe lacks the key `{prefix}{key}`.")
+    values = dict(values)
+    for key, value in values.items():
+        if is_dataclass(known[key].type):
+            values[key] = read_section(known[key].type, value, prefix + key)
+        elif known[key].type in (float, float | None) and isinstance(value, str | int) and not isinstance(value, bool):
+            try:
+                values[key] = float(value)  # YAML reads 1 as an integer and 3e-4, without a dot, as a string.
+            except ValueError:
+                raise RecipeError(f"`{prefix}{key}` must be a number, but is {value!r}.") from None
+    try:
+        return section_class(**values)
+    except StrictDataclassClassValidationError as error:
+        raise RecipeError(str(error.__cause__)) from None
+    except StrictDataclassFieldValidationError as error:
+        raise RecipeError(f"In `{name or 'recipe'}`: {error}") from None
+
+
+def load_recipe(path: str | Path) -> Recipe:
+    """
+    Reads a recipe from a YAML file.
+
+    Raises:
+        RecipeError: the file is not YAML, or a key is unknown, missing or wrong; the message names it.
+    """
+    try:
+        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise RecipeError(f"{path} is not YAML: {error}") from error
+    return read_section(Recipe, values)

@@ -1,0 +1,89 @@
+"""The library's Trainer with a parameter group for gate tables, an exact validation loss and a JSON Lines log."""
+
+import json
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from transformers import EvalPrediction, Trainer, TrainerCallback
+
+from .recipe import GateTablesRecipe
+
+
+class EGMLATrainer(Trainer):
+    """
+    The library's Trainer with gate tables in a parameter group of their own.
+
+    Norms and biases are not decayed either, as everywhere in the library: their size is what they are there to set.
+    """
+
+    def __init__(self, *args, gate_tables: GateTablesRecipe | None = None, **kwargs):
+        self.gate_tables = gate_tables or GateTablesRecipe()
+        super().__init__(*args, **kwargs)
+
+    def create_optimizer(self, model=None) -> torch.optim.Optimizer:
+        if self.optimizer is not None:
+            return self.optimizer
+        model = self.model if model is None else model
+        decayed_names = set(self.get_decay_parameter_names(model))
+        decayed, plain, tables = [], [], []
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                group = tables if "kv_gate_embed" in name else decayed if name in decayed_names else plain
+                group.append(parameter)
+        groups = [
+            {"params": decayed, "weight_decay": self.args.weight_decay},
+            {"params": plain, "weight_decay": 0.0},
+            {
+                "params": tables,
+                "weight_decay": self.gate_tables.weight_decay,
+                "lr": self.gate_tables.learning_rate or self.args.learning_rate,
+            },
+        ]
+        optimizer_class, options = self.get_optimizer_cls_and_kwargs(self.args, model)
+        self.optimizer = optimizer_class([group for group in groups if group["params"]], **options)
+        return self.optimizer
+
+
+def token_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Losses of all predicted tokens, [B, S - 1], zero where labels are -100; keeps evaluation from storing logits."""
+    logits = logits[0] if isinstance(logits, tuple) else logits
+    return F.cross_entropy(logits[:, :-1].float().transpose(1, 2), labels[:, 1:], reduction="none")
+
+
+def mean_token_loss(prediction: EvalPrediction) -> dict[str, float]:
+    """The validation loss over all tokens alike, which replaces Trainer's mean over batches, and their number."""
+    tokens = int((prediction.label_ids[:, 1:] != -100).sum())
+    return {"loss": float(prediction.predictions.sum(dtype=np.float64)) / tokens, "tokens": tokens}
+
+
+class JSONLinesLog(TrainerCallback):
+    """
+    Appends what Trainer logs to a file, a JSON object a line, with the seconds since training began. A resumed run
+    drops the lines of steps that it will do again, and counts its seconds on.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.seconds_before = 0.0
+        self.started = time.perf_counter()
+
+    @property
+    def seconds(self) -> float:
+        return self.seconds_before + time.perf_counter() - self.started
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.started = time.perf_counter()
+        if self.path.exists():
+            lines = self.path.read_text(encoding="utf-8").splitlines(keepends=True)
+            kept = [line for line in lines if json.loads(line)["step"] <= state.global_step]
+            self.seconds_before = json.loads(kept[-1])["seconds"] if kept else 0.0
+            if state.is_world_process_zero:
+                self.path.write_text("".join(kept), encoding="utf-8")
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if state.is_world_process_zero:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"step": state.global_step, "seconds": round(self.seconds, 1), **logs}) + "\n")
