@@ -14,8 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers import initialization as init
-from transformers.cache_utils import Cache, DynamicCache, StaticCache
-from transformers.generation import GenerationMixin
+from transformers.cache_utils import Cache
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_flash_attention_utils import FlashAttentionKwargs
 from transformers.modeling_layers import (
@@ -39,10 +38,11 @@ from transformers.utils.deprecation import deprecate_kwarg
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
-from .cache_egmla import EGMLACache, EGMLAStaticCache
+from .cache_egmla import EGMLACache
 from .configuration_egmla import EGMLAConfig
 from .decoding_egmla import KV_DECODINGS, decode, select_decoding
 from .gate_egmla import EGMLAGateProjection, TokenGate, project
+from .generation_egmla import EGMLAGenerationMixin, check_ids_in_vocabulary
 
 
 logger = logging.get_logger(__name__)
@@ -55,6 +55,7 @@ AUTO_MAP = {
     "AutoModelForSequenceClassification": "modeling_egmla.EGMLAForSequenceClassification",
     "AutoModelForTokenClassification": "modeling_egmla.EGMLAForTokenClassification",
 }
+
 
 NO_VIRTUAL_TOKENS = (
     "Adapters that insert virtual tokens (prompt tuning, P-tuning, prefix tuning) have no ids and cannot be used: use "
@@ -547,18 +548,7 @@ class EGMLAModel(EGMLAPreTrainedModel):
                 )
 
 
-def check_ids_in_vocabulary(token_ids: torch.Tensor, vocab_size: int) -> None:
-    """Raises a `ValueError` that names the first id outside the vocabulary."""
-    outside = (token_ids < 0) | (token_ids >= vocab_size)
-    if outside.any():
-        raise ValueError(
-            f"Token id {token_ids[outside][0].item()} lies outside the vocabulary: ids run from 0 to {vocab_size - 1} "
-            "(`vocab_size`). The tokenizer may not belong to the model, or tokens were added to it without "
-            "`model.resize_token_embeddings(len(tokenizer))`."
-        )
-
-
-class EGMLAForCausalLM(EGMLAPreTrainedModel, GenerationMixin):
+class EGMLAForCausalLM(EGMLAPreTrainedModel, EGMLAGenerationMixin):
     """
     The decoder with a language modelling head; generates on an [`EGMLACache`].
 
@@ -635,106 +625,6 @@ class EGMLAForCausalLM(EGMLAPreTrainedModel, GenerationMixin):
             cache=outputs.cache,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
-        )
-
-    @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache", raise_if_both_names=True)
-    def prepare_inputs_for_generation(self, input_ids, inputs_embeds=None, token_ids=None, **kwargs):
-        # `generate` takes embeddings only where it finds the name `inputs_embeds` in this signature.
-        model_inputs = super().prepare_inputs_for_generation(input_ids, inputs_embeds=inputs_embeds, **kwargs)
-        # Embeddings stand for the prompt only, and so do the ids beside them.
-        if token_ids is not None and model_inputs.get("inputs_embeds") is not None:
-            model_inputs["token_ids"] = token_ids[:, -model_inputs["inputs_embeds"].shape[1] :]
-        return model_inputs
-
-    def _prepare_cache_for_generation(
-        self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
-    ):
-        given = model_kwargs.get("cache")
-        super()._prepare_cache_for_generation(
-            generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
-        )
-        cache = model_kwargs.get("cache")
-        if given is not None:
-            # A stock dynamic cache makes its layers at the first update, and cannot say its room before.
-            room = given.get_max_length() if getattr(given, "layers", None) else -1
-            if room != -1 and room < max_cache_length:
-                raise ValueError(
-                    f"The cache has room for {room} tokens, but prompt and new tokens need {max_cache_length}: make "
-                    "it larger, or lower `max_new_tokens`."
-                )
-        elif type(cache) is DynamicCache:
-            model_kwargs["cache"] = EGMLACache(self.config, offloading=cache.offloading)
-        elif type(cache) is StaticCache:
-            cache = EGMLAStaticCache(self.config, cache.get_max_length(), offloading=cache.offloading)
-            if generation_config.prefill_chunk_size is not None and not hasattr(self, "hf_device_map"):
-                # Chunks are prefilled by compiled code, which must find the room there.
-                sequences = batch_size * max(generation_config.num_beams, generation_config.num_return_sequences)
-                cache.early_initialization(sequences, 1, self.config.qk_head_dim, self.dtype, self.device)
-            model_kwargs["cache"] = cache
-
-    def _prefill(self, input_ids, generation_config, model_kwargs, is_first_iteration=True):
-        self._check_prompt(input_ids, generation_config, model_kwargs)
-        return super()._prefill(input_ids, generation_config, model_kwargs, is_first_iteration)
-
-    def _assisted_decoding(self, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs):
-        cache = kwargs.get("cache")
-        if self._check_prompt(input_ids, generation_config, kwargs):
-            # The library's first step reads the whole prompt again, and would append it to what is cached.
-            cache.crop(-int(cache.get_seq_length()))
-        return super()._assisted_decoding(input_ids, logits_processor, stopping_criteria, generation_config, **kwargs)
-
-    def _check_prompt(self, input_ids, generation_config, model_kwargs) -> bool:
-        """
-        Refuses a prompt with ids outside the vocabulary, or one that does not continue the cache it comes with.
-
-        Returns:
-            Whether the prompt begins with what is cached.
-        """
-        inputs_embeds = model_kwargs.get("inputs_embeds")
-        if inputs_embeds is None:
-            prompt_ids = input_ids
-        else:
-            prompt_ids = model_kwargs.get("token_ids")
-        if prompt_ids is None:
-            return False
-        check_ids_in_vocabulary(prompt_ids, self.config.vocab_size)
-
-        cache = model_kwargs.get("cache")
-        past_length = int(cache.get_seq_length()) if cache is not None else 0
-        if past_length == 0:
-            return False
-        attention_mask = model_kwargs.get("attention_mask")
-        mask_length = (
-            attention_mask.shape[1] if attention_mask is not None else getattr(generation_config, "_mask_length", -1)
-        )
-        if mask_length != prompt_ids.shape[1]:
-            return False  # Only the new tokens were passed, with a mask over all of them.
-        if prompt_ids.shape[1] <= past_length:
-            raise ValueError(
-                f"The prompt has {prompt_ids.shape[1]} tokens, but the cache already holds {past_length}. Pass the "
-                "whole text, with at least one token that is not cached; or new tokens and an attention mask that "
-                "covers the cached ones too; or crop the cache."
-            )
-        if getattr(cache, "holds_latents", False):
-            cached_ids = cache.token_ids[:, :past_length].to(prompt_ids.device)
-            prefix = prompt_ids[:, :past_length]
-            if cached_ids.shape[0] != prefix.shape[0]:
-                raise ValueError(
-                    f"The cache holds a batch of {cached_ids.shape[0]} sequences, but {prefix.shape[0]} are generated "
-                    "(rows times beams or returned sequences): repeat it first, with `cache.batch_repeat_interleave`."
-                )
-            if ((cached_ids != prefix) & (cached_ids >= 0)).any():
-                raise ValueError(
-                    "The prompt does not begin with the tokens that the cache holds (`cache.token_ids`). Pass the "
-                    "whole text, or only new tokens with an attention mask that covers the cached ones too."
-                )
-        return True
-
-    def init_continuous_batching(self, *args, **kwargs):
-        """Not supported: the library's paged cache stores keys and values of one width."""
-        raise NotImplementedError(
-            "Continuous batching (`generate_batch`, `transformers serve --continuous-batching`) keeps keys and values "
-            "of one width in pages, which EG-MLA's latents are not. Use `generate()` with left-padded batches."
         )
 
 

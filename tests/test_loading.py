@@ -31,7 +31,7 @@ AUTO_CLASSES = {
     AutoModelForSequenceClassification: EGMLAForSequenceClassification,
     AutoModelForTokenClassification: EGMLAForTokenClassification,
 }
-CODE = {"cache_egmla.py", "configuration_egmla.py", "decoding_egmla.py", "gate_egmla.py", "modeling_egmla.py"}
+CODE = {f"{room}_egmla.py" for room in ("cache", "configuration", "decoding", "gate", "generation", "modeling")}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "mscale_all_dim": 1.0}
 
 
