@@ -53,7 +53,8 @@ def table(results: dict, experiment: str, speed: dict[str, list[int]]) -> str:
     text = "wiki" if experiment == "transfer" else "sotu"
     reference = variants[0]
     rows = [
-        f"| | parameters, M | of these in tables | cache elements a token | training tokens/s | validation loss | less `{reference}` | 95 % |",
+        "| | parameters, M | of these in tables | cache elements a token | training tokens/s | validation loss "
+        f"| less `{reference}` | 95 % |",
         "|---|---|---|---|---|---|---|---|",
     ]
     missing = []
@@ -88,9 +89,8 @@ def draw(results: dict, experiment: str, path: Path) -> None:
         if curves:
             tokens = [point[0] / 1e6 for point in curves[0]]
             losses = [[point[1] for point in points] for points in zip(*curves)]
-            (line,) = axes.plot(
-                tokens, [statistics.fmean(values) for values in losses], label=f"{variant} ({len(curves)})"
-            )
+            means = [statistics.fmean(values) for values in losses]
+            (line,) = axes.plot(tokens, means, label=f"{variant} ({len(curves)})")
             lows, highs = [min(values) for values in losses], [max(values) for values in losses]
             axes.fill_between(tokens, lows, highs, color=line.get_color(), alpha=0.2, linewidth=0)
     axes.set(xlabel="training tokens, M", ylabel="validation loss, nats a token", title=title)

@@ -3,6 +3,7 @@
 import json
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -61,7 +62,7 @@ VARIANTS = {
 
 @dataclass(frozen=True)
 class Run:
-    """A variant with a seed, which sets its first weights and the order of the text; `text` other than sotu: fine-tuning."""
+    """A variant with a seed, of its first weights and the order of the text. Another `text` than sotu: fine-tuning."""
 
     variant: str
     seed: int
@@ -69,9 +70,8 @@ class Run:
 
     @property
     def name(self) -> str:
-        return (
-            f"{self.variant}-{self.text}-seed{self.seed}" if self.text != "sotu" else f"{self.variant}-seed{self.seed}"
-        )
+        tuned_on = f"-{self.text}" if self.text != "sotu" else ""
+        return f"{self.variant}{tuned_on}-seed{self.seed}"
 
     @property
     def start(self) -> "Run | None":
@@ -151,6 +151,8 @@ def carry_out(run: Run, folder: Path, results: Path, tokenizer: str) -> None:
     if code:
         raise RuntimeError(f"{run.name}: `{shlex.join(command)}` ended with {code}; see {log}.")
     write_result(run, recipe, folder, results)
+    for checkpoint in (folder / run.name).glob("checkpoint-*"):
+        shutil.rmtree(checkpoint)  # tens of megabytes of optimizer state
 
 
 def write_result(run: Run, recipe: dict, folder: Path, results: Path) -> None:

