@@ -49,6 +49,8 @@ LONGEST_WAIT = 300.0  # if the Hub asks for more, the user is told
 TRANSIENT = (429, 500, 502, 503, 504)
 # What loaders pick up by its name: left over from an earlier push, it would be mixed with the new model.
 LOADED_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.py")
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")  # the first of them that a repository has
+CHECKPOINT_TEXTS = ("*.json", "*.txt", "*.jinja", "*.model", "*.tiktoken", "LICENSE*", "LICENCE*", "NOTICE*")
 
 T = TypeVar("T")
 
@@ -339,6 +341,38 @@ def pull(
         raise VerificationError(Path(f"{repo_id} at {commit}"), error.problems) from error
     publish(staging, folder)
     return commit, verified
+
+
+def fetch_checkpoint(repo_id: str, revision: str | None = None, api: HfApi | None = None) -> Path:
+    """
+    Fetches a checkpoint in whatever layout into the cache that all Hugging Face libraries share: weights, as
+    safetensors where there are any, and what lies beside them in files of text. Code stays where it is.
+
+    Args:
+        repo_id: `owner/name`.
+        revision: branch, tag or commit; by default `main`.
+        api: another endpoint or login than that of the environment.
+
+    Returns:
+        The folder.
+
+    Raises:
+        HubError: the Hub refuses or cannot be reached; nothing is fetched in part and used.
+        ValueError: `repo_id` is no name.
+    """
+    check_arguments(repo_id, None, False)
+    api = api or HfApi()
+    with plain_errors(f"read {repo_id}", repo_id, revision):
+        info = retried(lambda: api.repo_info(repo_id, revision=revision))
+        names = [sibling.rfilename for sibling in info.siblings if "/" not in sibling.rfilename]
+        kinds = [[name for name in names if fnmatch.fnmatch(name, f"*{suffix}")] for suffix in WEIGHT_SUFFIXES]
+        weights = next((kind for kind in kinds if kind), None)
+        if weights is None:
+            raise HubError(f"{repo_id} holds no weights: no {', '.join(WEIGHT_SUFFIXES)} file beside its config.json.")
+        # Some repositories hold the same weights once more, under a name that the library does not read.
+        weights = [name for name in weights if name.startswith(("model", "pytorch_model"))] or weights
+        wanted = [*weights, *CHECKPOINT_TEXTS]
+        return Path(retried(lambda: api.snapshot_download(repo_id, revision=info.sha, allow_patterns=wanted)))
 
 
 def retried(call: Callable[[], T], before_retry: Callable[[], T | None] = lambda: None) -> T:

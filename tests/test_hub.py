@@ -13,6 +13,7 @@ import torch
 import typer
 from huggingface_hub import HfApi, ModelCard, constants
 from minihub import TOKEN, File, MiniHub
+from safetensors.torch import load_file
 from tiny_export import accept_changes, tiny_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
 from typer.testing import CliRunner
@@ -23,6 +24,7 @@ from modeling_egmla.commands.pull import pull as pull_command
 from modeling_egmla.commands.push import push as push_command
 from modeling_egmla.conversion import fresh_load
 from modeling_egmla.conversion import hub as hub_module
+from modeling_egmla.conversion.converter import convert
 from modeling_egmla.conversion.export import export_model
 from modeling_egmla.conversion.hub import ATTEMPTS, HubError, pull, push, validate
 from modeling_egmla.conversion.verify import VerificationError, check_fresh_process, read_manifest
@@ -391,6 +393,35 @@ def test_pull_refused(published, tmp_path, status, where):
     assert not (tmp_path / "got").exists()
     if where != "/resolve/":
         assert error.match(PULL_STATUS[status])
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "bin"])
+def test_convert_from_the_hub(hub, make_model, tmp_path, kind):
+    """`egmla convert OWNER/NAME` takes safetensors where there are any, else .bin, at a revision, and never code."""
+    source = tmp_path / "copy"
+    make_model(kv_gate="none").save_pretrained(source)
+    torch.save(load_file(source / "model.safetensors"), source / "pytorch_model.bin")
+    (source / "consolidated.safetensors").write_bytes(b"the same once more")
+    for path in source.glob("*.safetensors" if kind == "bin" else "nothing"):
+        path.unlink()
+    hub.publish(REPO, source)
+    repo = hub.repos[REPO]
+    repo.refs["refs/tags/v1"] = repo.refs["refs/heads/main"]
+    repo.commit("refs/heads/main", {"README.md": File.small(b"empty")}, "emptied", repo.refs["refs/heads/main"])
+    report = convert(REPO, tmp_path / "got", revision="v1", to="deepseek_v3", rope_layout="halves")
+    assert report.comparison.passed and type(report.comparison.threshold) is float
+    taken = {path.rsplit("/", 1)[-1] for path in hub.paths("HEAD", "/resolve/")}
+    weights = {"model.safetensors"} if kind == "safetensors" else {"pytorch_model.bin"}
+    assert taken == weights | {"config.json", "generation_config.json"}
+    with pytest.raises(HubError, match="holds no weights"):
+        convert(REPO, tmp_path / "got2")
+    with pytest.raises(HubError, match="There is no tester/other"):
+        convert("tester/other", tmp_path / "got2")
+    hub.fail("GET", "/_lfs/", short=True, times=1000)
+    shutil.rmtree(tmp_path / "cache")
+    with pytest.raises(HubError):
+        convert(REPO, tmp_path / "got2", revision="v1")
+    assert leftovers(tmp_path) == ["got"]
 
 
 def test_pull_says_what_is_not_there(published, exported, tmp_path):
