@@ -4,8 +4,10 @@ comes takes its name only when it is complete and verified.
 """
 
 import fnmatch
+import http
 import json
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -403,9 +405,18 @@ def _cause(error: BaseException) -> BaseException:
     return error.__cause__ if is_wrapper else error
 
 
-def _is_transient(error: BaseException) -> bool:
+def _status(error: BaseException) -> int | None:
+    """The status that the Hub answered with; hf_xet only tells it in the words of a connection error."""
     if isinstance(error, HfHubHTTPError):
-        return error.response.status_code in TRANSIENT
+        return error.response.status_code
+    told = re.search(r"HTTP status (?:client|server) error \((\d{3})\b", str(error))
+    return int(told[1]) if told else None
+
+
+def _is_transient(error: BaseException) -> bool:
+    status = _status(error)
+    if status is not None:
+        return status in TRANSIENT
     # A download that came out too short is a plain OSError, without the number of an error of the system.
     too_short = type(error) is OSError and error.errno is None
     return isinstance(error, HTTPError | ConnectionError | TimeoutError) or too_short
@@ -431,12 +442,15 @@ def plain_errors(action: str, repo_id: str, revision: str | None) -> Iterator[No
 
 
 def _explain(error: BaseException, action: str, repo_id: str, revision: str | None) -> str:
-    if _is_transient(error) and not isinstance(error, HfHubHTTPError):
+    status = _status(error)
+    if status is None and _is_transient(error):
         return f"The connection to the Hub broke ({error}). Run the command again: it continues where it stopped."
-    if not isinstance(error, HfHubHTTPError):
+    if status is None:
         return f"Could not {action}: {error}"
-    response = error.response
-    status, reason = response.status_code, response.headers.get("X-Error-Message") or response.reason_phrase
+    response = getattr(error, "response", None)
+    reason = http.HTTPStatus(status).phrase if response is None else response.reason_phrase
+    if response is not None:
+        reason = response.headers.get("X-Error-Message") or reason
     if status == 401:
         return (
             f"The Hub does not know you, or has no {repo_id} that you can see: check the name, and log in with "

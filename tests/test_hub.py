@@ -300,6 +300,61 @@ def test_push_survives_trouble(hub, unchecked, exported, status, where):
     assert push(exported, REPO).changed
 
 
+@pytest.fixture
+def xet(tmp_path, monkeypatch, waits):
+    """A server that large files go to and come from over xet."""
+    with MiniHub(tmp_path / "server", xet=True) as server:
+        minihub.use_hub(monkeypatch, server, tmp_path / "cache")
+        yield server
+
+
+XET_REFUSED = [
+    *((status, "/xet-write-token/") for status in STATUS if status != 412),
+    *((status, "/content/") for status in (403, 404, 500)),
+    (412, "/commit/"),
+]
+
+
+@pytest.mark.parametrize(("status", "where"), XET_REFUSED)
+def test_push_over_xet_refused(xet, unchecked, exported, status, where):
+    """Refusals that xet's own client meets are told as all others are, and what is final is not tried again."""
+    if where == "/content/":
+        xet.content_url = f"{xet.url}/content"
+    retry_after = {"Retry-After": "7"} if status == 429 else {}
+    for method in ("GET", "POST"):
+        xet.fail(method, where, status=status, headers=retry_after, times=1000)
+    with pytest.raises(HubError, match="The Hub limits how often" if status == 429 else STATUS[status]):
+        push(exported, REPO, tag="v1")
+    repo = xet.repos[REPO]
+    assert repo.files.keys() == {".gitattributes"} and "refs/tags/v1" not in repo.refs
+    assert len(xet.paths("POST", "/preupload/")) == (ATTEMPTS if status in (429, 500) else 1)
+    assert any(fault.times < 1000 for fault in xet.faults)
+
+
+@pytest.mark.parametrize("fault", [{"status": 500}, {"status": 429}, {"cut": True}, {"lost": True}], ids=str)
+@pytest.mark.parametrize("where", ["/xet-write-token/", "/preupload/", "/commit/"])
+def test_push_over_xet_survives_trouble(xet, unchecked, exported, fault, where):
+    """Trouble that passes is waited out, and one commit is made."""
+    for method in ("GET", "POST"):
+        xet.fail(method, where, times=2, **fault)
+    assert push(exported, REPO).changed
+    assert len(xet.repos[REPO].commits) == 2
+
+
+def test_broken_upload_over_xet_leaves_nothing(xet, unchecked, exported, tmp_path):
+    """A connection that breaks in the middle of the content, each time, ends in an error; a later push completes."""
+    there, xet.content_url = xet.content_url, f"{xet.url}/content"
+    xet.fail("POST", "/content/", cut=True, times=1000)
+    with pytest.raises(HubError, match="continues where it stopped"):
+        push(exported, REPO)
+    assert xet.repos[REPO].files.keys() == {".gitattributes"}
+    assert xet.faults[0].times < 1000
+    xet.content_url = there
+    assert push(exported, REPO).changed
+    pull(REPO, tmp_path / "got")
+    assert content(tmp_path / "got") == content(exported)
+
+
 def test_long_waits_are_left_to_the_user(hub, unchecked, exported, waits):
     hub.fail("POST", "/commit/", status=429, headers={"Retry-After": "3600"})
     with pytest.raises(HubError, match="wait 3600 seconds"):
@@ -377,6 +432,36 @@ def test_damaged_download(published, exported, tmp_path):
     stored.write_bytes(whole)
     pull(REPO, tmp_path / "got")
     assert content(tmp_path / "got") == content(exported)
+
+
+@pytest.mark.parametrize("damage", ["short", "changed", "gone"])
+def test_damaged_download_over_xet(xet, unchecked, exported, tmp_path, damage):
+    """Content that arrives short, changed or not at all gives no folder; once it is whole, the same pull works."""
+    push(exported, REPO)
+    (stored,) = (path for path in xet.content_store.rglob("default.*") if path.suffix != ".tagset")
+    whole = stored.read_bytes()
+    stored.unlink()
+    if damage != "gone":
+        middle = len(whole) // 2
+        rest = b"" if damage == "short" else bytes([whole[middle] ^ 1]) + whole[middle + 1 :]
+        stored.write_bytes(whole[:middle] + rest)
+    with pytest.raises(HubError):
+        pull(REPO, tmp_path / "got")
+    assert not (tmp_path / "got").exists()
+    stored.write_bytes(whole)
+    pull(REPO, tmp_path / "got")
+    assert content(tmp_path / "got") == content(exported)
+
+
+@pytest.mark.parametrize("status", [401, 403, 404, 429, 500])
+def test_pull_over_xet_refused(xet, unchecked, exported, tmp_path, status):
+    """No folder appears, and the message says why, also if a refusal comes when the content is asked for."""
+    push(exported, REPO)
+    retry_after = {"Retry-After": "7"} if status == 429 else {}
+    xet.fail("GET", "/xet-read-token/", status=status, headers=retry_after, times=1000)
+    with pytest.raises(HubError, match=PULL_STATUS[status]):
+        pull(REPO, tmp_path / "got")
+    assert not (tmp_path / "got").exists()
 
 
 PULL_STATUS = {status: STATUS[status] for status in (401, 404, 429, 500)} | {403: "may not read tester/tiny"}
