@@ -6,6 +6,7 @@ views in between change what has to change (see `weights.py`). Tensors pass one 
 """
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, GenerationConfig
+from transformers import GenerationConfig
 from transformers.dynamic_module_utils import custom_object_save
 
 from ..configuration_egmla import EGMLAConfig
@@ -45,6 +46,8 @@ from .layouts import (
     read_raw_config,
     write_config,
 )
+from .verify import check_kernels
+from .vocabulary import complete_generation_config, load_tokenizer
 from .weights import (
     Inventory,
     Weights,
@@ -106,6 +109,7 @@ def convert(
     source: str | Path,
     target: str | Path,
     *,
+    revision: str | None = None,
     layout: str | None = None,
     to: str | None = None,
     config_file: str | Path | None = None,
@@ -128,7 +132,9 @@ def convert(
     Converts a checkpoint folder into another, which appears under its name only when it is complete and checked.
 
     Args:
-        source, target: folders.
+        source: folder of the checkpoint, or its id on the Hub.
+        target: folder to make.
+        revision: branch, tag or commit on the Hub; by default `main`.
         layout: layout of the source, by name or as a .yaml file; by default its config.json tells.
         to: layout of the target; by default `"egmla"`.
         config_file: the source's config.json, if it lies elsewhere (not for the library's own layouts).
@@ -152,13 +158,11 @@ def convert(
         ConversionError: the source cannot be converted; the message names tensor, field or file, and the remedy.
         CheckFailed: the logits differ.
         FileExistsError: the target exists.
+        HubError: the source is no folder, and the Hub does not give it.
     """
-    source, target = Path(source), Path(target)
+    target = Path(target)
     refuse_existing(target.absolute(), force)
-    if not source.is_dir():
-        raise ConversionError(
-            f"{source} is no folder. Fetch a model from the Hub first: hf download ID --local-dir DIR."
-        )
+    source = _source_folder(source, revision)
     if source.resolve().is_relative_to(target.resolve()):
         raise ConversionError("The source is the target or lies in it: choose another target.")
 
@@ -261,11 +265,28 @@ def _finite(name: str, tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def _source_folder(source: str | Path, revision: str | None) -> Path:
+    """The folder of a source, fetched if it is the id of a model on the Hub."""
+    from . import hub
+
+    if Path(source).is_dir():
+        if revision is not None:
+            raise ConversionError(
+                f"{source} is a folder, which has no revision {revision}: --revision is for the Hub."
+            )
+        return Path(source)
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(source), re.ASCII) or str(source).startswith("."):
+        raise ConversionError(f"{source} is neither a folder nor, as owner/name, the id of a model on the Hub.")
+    return hub.fetch_checkpoint(str(source), revision)
+
+
 def _source_layout(source: Path, layout: str | None, config_file: str | Path | None) -> tuple[Layout, dict[str, Any]]:
     """Layout of a source and the content of its config.json, empty where a layout's constants say everything."""
     path = Path(config_file) if config_file is not None else source / "config.json"
     found = get_layout(layout) if layout is not None else None
     raw_config = {} if found is not None and not found.config and not path.is_file() else read_raw_config(path)
+    if problems := check_kernels(raw_config):
+        raise ConversionError(f"{source}: {problems[0]} Take the field out.")
     if found is None:
         found = detect_layout(source, raw_config)
     if config_file is not None and found.name in LIBRARY_LAYOUTS:
@@ -343,9 +364,11 @@ def _windows(calibration: str | Path | torch.Tensor, tokens: int, source: Path, 
         except (OSError, UnicodeDecodeError) as error:
             raise ConversionError(f"Calibration text {calibration} cannot be read as UTF-8 ({error}).") from error
         try:
-            tokenizer = AutoTokenizer.from_pretrained(source)
+            tokenizer = load_tokenizer(source)
         except (OSError, ValueError) as error:
-            raise ConversionError(f"Calibration text needs a tokenizer in {source} ({error}).") from error
+            raise ConversionError(f"The tokenizer in {source} does not load ({error}).") from error
+        if tokenizer is None:
+            raise ConversionError(f"Calibration text needs a tokenizer, and {source} has none: put it there.")
         # Some eight bytes a token at most, so that a large file is not tokenised in vain.
         ids = tokenizer(text[: 8 * tokens], add_special_tokens=False, verbose=False)["input_ids"][:tokens]
         length = min(WINDOW, config.max_position_embeddings)
@@ -403,17 +426,21 @@ def _carry_files(source: Path, folder: Path, config: EGMLAConfig, converted: Seq
             report.carried.append(path.name)
         elif path.name not in converted and not (folder / path.name).exists():
             report.left.append(f"{path.name}/" if path.is_dir() else path.name)
-    tokenizer_config = folder / "tokenizer_config.json"
-    if tokenizer_config.is_file():
-        if "auto_map" in json.loads(tokenizer_config.read_text(encoding="utf-8")):
-            report.notes.append("the tokenizer needs code of its own (`auto_map`), which was not taken over")
-        else:
-            size = len(AutoTokenizer.from_pretrained(folder))
-            if size > config.vocab_size:
-                report.notes.append(
-                    f"the tokenizer has {size} tokens, the model {config.vocab_size}: call "
-                    "`model.resize_token_embeddings(len(tokenizer))` before using the rest"
-                )
+    try:
+        tokenizer = load_tokenizer(folder)
+    except (OSError, ValueError) as error:
+        first_line = (str(error) or type(error).__name__).splitlines()[0]
+        report.notes.append(f"the tokenizer was taken over, but does not load without code of its own: {first_line}")
+        return
+    if tokenizer is None:
+        return
+    if len(tokenizer) > config.vocab_size:
+        report.notes.append(
+            f"the tokenizer has {len(tokenizer)} tokens, the model {config.vocab_size}: call "
+            "`model.resize_token_embeddings(len(tokenizer))` before using the rest"
+        )
+    if (folder / "generation_config.json").is_file():
+        complete_generation_config(folder, tokenizer, config.vocab_size)
 
 
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in WEIGHT_DTYPES}

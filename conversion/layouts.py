@@ -506,7 +506,7 @@ def _read_layout(path: Path) -> Layout:
         twice = sorted({name for name in tensors.values() if list(tensors.values()).count(name) > 1})
         raise ConversionError(f"`tensors` in {path} gives {', '.join(twice)} to more than one tensor of EG-MLA.")
     return Layout(
-        name=path.stem,
+        name=path.name,  # with its ending, so that it is none of the names above
         tensors=tensors,
         config=content.get("config") or {},
         constants=content.get("constants") or {},

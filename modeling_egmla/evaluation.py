@@ -26,16 +26,20 @@ class Score:
         task, metric: as the harness names them.
         value: mean over the rows.
         stderr: its standard error; None where the harness gives none.
-        rows: rows that were scored.
+        rows: rows that were scored; None, as also below, where the results do not say.
         num_fewshot: solved examples in front of each.
+        all_rows: rows that the task has.
+        filter: what the harness did to outputs before it scored them, as it names that; `"none"` is nothing.
     """
 
     task: str
     metric: str
     value: float
     stderr: float | None
-    rows: int
-    num_fewshot: int
+    rows: int | None
+    num_fewshot: int | None
+    all_rows: int | None = None
+    filter: str = "none"
 
 
 def local_tasks_folder() -> Path:
@@ -119,23 +123,28 @@ def evaluate(
 
 
 def scores(results: dict) -> list[Score]:
-    """The metrics in what [`evaluate`] returns, in the harness's order."""
+    """The metrics in the harness's results, which [`evaluate`] returns, in its order."""
+
+    def number(value) -> float | None:
+        return value if isinstance(value, int | float) and not isinstance(value, bool) else None
+
     listed = []
     for task, metrics in results["results"].items():
         for name, value in metrics.items():
             metric, _, filter_name = name.partition(",")
-            if not filter_name or metric.endswith("_stderr") or not isinstance(value, float):
+            if not filter_name or metric.endswith("_stderr") or number(value) is None:
                 continue
-            stderr = metrics.get(f"{metric}_stderr,{filter_name}")
-            rows = results["n-samples"].get(task, {}).get("effective", 0)
+            samples = results.get("n-samples", {}).get(task, {})
             listed.append(
                 Score(
                     task=task,
                     metric=metric,
                     value=value,
-                    stderr=stderr if isinstance(stderr, float) else None,
-                    rows=rows,
-                    num_fewshot=results["n-shot"].get(task, 0),
+                    stderr=number(metrics.get(f"{metric}_stderr,{filter_name}")),
+                    rows=samples.get("effective"),
+                    num_fewshot=results.get("n-shot", {}).get(task),
+                    all_rows=samples.get("original"),
+                    filter=filter_name,
                 )
             )
     return listed

@@ -1,38 +1,22 @@
 """`egmla convert`: checkpoints of other layouts in, MLA checkpoints out, and EG-MLA models from MLA models."""
 
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from .common import Dtype, console
 
 
-class Gate(StrEnum):
-    none = "none"
-    multiply = "multiply"
-    add = "add"
-
-
-class GateNorm(StrEnum):
-    layer_norm = "layer_norm"
-    none = "none"
-
-
-class RopeLayout(StrEnum):
-    keep = "keep"
-    halves = "halves"
-    pairs = "pairs"
-
-
-class Dtype(StrEnum):
-    keep = "keep"
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
+if TYPE_CHECKING:
+    from ..conversion.converter import Report
 
 
 def convert(
-    source: Annotated[Path, typer.Argument(help="Folder with the checkpoint.", exists=True, file_okay=False)],
+    source: Annotated[str, typer.Argument(help="Folder with the checkpoint, or its id on the Hub.")],
     target: Annotated[Path, typer.Argument(help="Folder to make.")],
     to: Annotated[
         str,
@@ -51,20 +35,21 @@ def convert(
         Path | None,
         typer.Option(help="config.json of the source, if it lies elsewhere.", exists=True, dir_okay=False),
     ] = None,
-    dtype: Annotated[
-        Dtype, typer.Option(help="Dtype to write; keep: as stored, 8-bit weights in bfloat16.")
-    ] = Dtype.keep,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the Hub; by default main.")] = None,
+    dtype: Dtype = "auto",
     rope: Annotated[
-        RopeLayout, typer.Option(help="Rotary channels in halves (as in Llama) or in pairs (as in DeepSeek).")
-    ] = RopeLayout.keep,
+        Literal["keep", "halves", "pairs"],
+        typer.Option(help="Rotary channels in halves (as in Llama) or in pairs (as in DeepSeek)."),
+    ] = "keep",
     gate: Annotated[
-        Gate, typer.Option(help="Start an EG-MLA model from an MLA model, with a gate that changes nothing at first.")
-    ] = Gate.none,
+        Literal["none", "multiply", "add"],
+        typer.Option(help="Start an EG-MLA model from an MLA model, with a gate that changes nothing at first."),
+    ] = "none",
     gate_dim: Annotated[int, typer.Option(help="Width of the gate tables.", min=1)] = 256,
     gate_norm: Annotated[
-        GateNorm,
+        Literal["layer_norm", "none"],
         typer.Option(help="LayerNorm behind the gate. With none the start is exact; with layer_norm it may not be."),
-    ] = GateNorm.layer_norm,
+    ] = "layer_norm",
     calibration: Annotated[
         Path | None,
         typer.Option(help="Text to fit the gate's LayerNorm on, and to measure loss.", exists=True, dir_okay=False),
@@ -75,7 +60,7 @@ def convert(
         typer.Option(help="Pattern of source tensors to leave out, e.g. 'model.layers.61.*'. Repeatable."),
     ] = None,
     max_shard_size: Annotated[str, typer.Option(help="Largest weight file.")] = "5GB",
-    force: Annotated[
+    overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace TARGET if it exists, once the new one is done.")
     ] = False,
     check: Annotated[bool, typer.Option(help="Run both models on the same tokens and compare logits.")] = True,
@@ -101,7 +86,7 @@ def convert(
 
     An MLA checkpoint (DeepSeek-V2 and V3 with dense layers, MiniCPM3, DeepSeek's own layout) becomes an EG-MLA folder:
 
-        egmla convert MiniCPM3-4B minicpm3-egmla
+        egmla convert openbmb/MiniCPM3-4B minicpm3-egmla
 
     An MLA model becomes the start of a gated one, exactly, or with the paper's LayerNorm, nearly so:
 
@@ -113,53 +98,52 @@ def convert(
 
         egmla convert model back --to deepseek_v3
 
-    A checkpoint with other names needs a table of them: see docs/conversion.md.
+    From the Hub come safetensors, or .bin files where there are none, and never code. A checkpoint with other names
+    needs a table of them: see docs/conversion.md.
 
-    Tensors pass one at a time, so memory stays near the largest; the check holds one whole model at a time in float32,
-    calibration two. TARGET appears when everything is written and checked, and not before. The exit status is 1 if
-    something is missing, unexpected or different.
+    8-bit weights become bfloat16, or what --dtype says. Tensors pass one at a time, so memory stays near the largest;
+    the check holds one whole model at a time in float32, calibration two. TARGET appears when everything is written
+    and checked, and not before. The exit status is 1 if something is missing, unexpected or different.
     """
-    from rich.console import Console
     from rich.progress import Progress
-    from rich.table import Table
     from transformers.utils import logging
 
-    from ..conversion.converter import DTYPES, ConversionError
+    from ..conversion.converter import DTYPES
     from ..conversion.converter import convert as run
 
-    console, errors = Console(soft_wrap=True), Console(stderr=True, soft_wrap=True)
     logging.disable_progress_bar()
-    try:
-        with Progress(console=errors, transient=True) as bar:
-            task = bar.add_task("tensors", total=None)
-            report = run(
-                source,
-                target,
-                layout=layout,
-                to=to,
-                config_file=config,
-                rope_layout=rope.value,
-                dtype=DTYPES.get(dtype.value),
-                gate=gate.value,
-                gate_dim=gate_dim,
-                gate_norm=gate_norm.value,
-                calibration=calibration,
-                calibration_tokens=calibration_tokens,
-                drop=drop or (),
-                max_shard_size=max_shard_size,
-                force=force,
-                check=check,
-                threshold=threshold,
-                reference_logits=reference_logits,
-                progress=lambda done, total: bar.update(task, completed=done, total=total),
-            )
-    except (ConversionError, FileExistsError) as error:
-        errors.print(f"[bold red]Not converted.[/] {_plain(str(error))}", highlight=False)
-        raise typer.Exit(1) from error
-    except OSError as error:
-        errors.print(f"[bold red]Not converted.[/] {_plain(str(error))} Nothing was written.", highlight=False)
-        raise typer.Exit(1) from error
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("tensors", total=None)
+        report = run(
+            source,
+            target,
+            revision=revision,
+            layout=layout,
+            to=to,
+            config_file=config,
+            rope_layout=rope,
+            dtype=DTYPES.get(dtype),
+            gate=gate,
+            gate_dim=gate_dim,
+            gate_norm=gate_norm,
+            calibration=calibration,
+            calibration_tokens=calibration_tokens,
+            drop=drop or (),
+            max_shard_size=max_shard_size,
+            force=overwrite,
+            check=check,
+            threshold=threshold,
+            reference_logits=reference_logits,
+            progress=lambda done, total: bar.update(task, completed=done, total=total),
+        )
+    table = Table(title=f"Wrote {target}", show_header=False, box=None, title_justify="left")
+    for name, text in report_rows(report).items():
+        table.add_row(name, escape(text))
+    console().print(table)
 
+
+def report_rows(report: "Report") -> dict[str, str]:
+    """What a conversion did, by topic."""
     inventory = report.inventory
     rows = {
         "layout": f"{report.source_layout} to {report.target_layout}",
@@ -179,14 +163,4 @@ def convert(
         ),
         "check": str(report.comparison or "logits were not compared (--no-check)"),
     }
-    table = Table(title=f"Wrote {target}", show_header=False, box=None, title_justify="left")
-    for name, text in rows.items():
-        if text:
-            table.add_row(name, _plain(text))
-    console.print(table, highlight=False)
-
-
-def _plain(text: str) -> str:
-    from rich.markup import escape
-
-    return escape(text)
+    return {name: text for name, text in rows.items() if text}

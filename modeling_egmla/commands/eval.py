@@ -63,6 +63,7 @@ def scores_table(results: dict) -> "Table":
     for score in scores(results):
         stderr = "" if score.stderr is None else f"{score.stderr:.4f}"
         name, previous = ("" if score.task == previous else score.task), score.task
-        rows, shots = f"{score.rows:,}", str(score.num_fewshot)
+        rows = "" if score.rows is None else f"{score.rows:,}"  # a group of tasks has none of its own
+        shots = "" if score.num_fewshot is None else str(score.num_fewshot)
         table.add_row(name, score.metric, f"{score.value:,.4f}", stderr, rows if name else "", shots if name else "")
     return table
