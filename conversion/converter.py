@@ -28,11 +28,11 @@ from .checking import (
     compare,
     folder_logits,
     read_reference,
-    score_text,
 )
 from .checkpoint import WEIGHT_DTYPES, Checkpoint, ConversionError, write_checkpoint
 from .folders import leftovers, new_folder, refuse_existing
-from .gating import Bases, fit_norms, stands_for, with_gate
+from .gating import Bases, stands_for
+from .gqa import llama_tensors, read_llama_config
 from .layouts import (
     LAYOUTS,
     LIBRARY_LAYOUTS,
@@ -46,6 +46,7 @@ from .layouts import (
     read_raw_config,
     write_config,
 )
+from .stages import GateStart, LatentStart, LlamaStart, read_windows, start_from_llama, start_gate
 from .verify import check_kernels
 from .vocabulary import complete_generation_config, load_tokenizer
 from .weights import (
@@ -55,6 +56,7 @@ from .weights import (
     empty_model,
     expected_tensors,
     layer_pattern,
+    match_tensors,
     source_weights,
     with_dtypes,
     with_own_head,
@@ -67,7 +69,7 @@ CARRIED = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.tiktoken", "*.model"),
     *("chat_template*", "additional_chat_templates", "generation_config.json", "LICENSE*", "NOTICE*"),
 )
-WINDOW = 256  # tokens in a piece of calibration text
+EXACT_LLAMA_THRESHOLD = 1e-3  # of the MLA model that keeps everything: the constant channel weighs a thousandfold
 
 
 class CheckFailed(ConversionError):
@@ -115,6 +117,7 @@ def convert(
     config_file: str | Path | None = None,
     rope_layout: str = "keep",
     dtype: torch.dtype | None = None,
+    latent: LatentStart | None = None,
     gate: str = "none",
     gate_dim: int = 256,
     gate_norm: str = "layer_norm",
@@ -125,7 +128,9 @@ def convert(
     force: bool = False,
     check: bool = True,
     threshold: float | None = None,
+    max_rise: float | None = None,
     reference_logits: str | Path | None = None,
+    staged: Callable[[str, TextScore], None] = lambda stage, score: None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Report:
     """
@@ -141,22 +146,27 @@ def convert(
         rope_layout: `"pairs"` or `"halves"`: how rotary channels lie in the target; `"keep"` as in the source, or as
             the target's layout wants them.
         dtype: of the target's tensors; by default the source's, bfloat16 for what is stored in 8 bits.
+        latent: what a model of the Llama form becomes; needs `calibration`.
         gate: `"multiply"` or `"add"` starts an EG-MLA model from an MLA model.
         gate_dim, gate_norm: of its gates, as in [`EGMLAConfig`].
-        calibration: text file, or ids [N, S], to fit a gate LayerNorm on and to measure loss.
+        calibration: text file, or ids [N, S], to fit a latent or a gate LayerNorm on and to measure loss.
         calibration_tokens: tokens of the file to use; the last quarter measures loss and is not fitted on.
         drop: patterns of source tensors that may be left out.
         max_shard_size: bytes in a weight file.
         force: replace a target that exists.
         check: compare logits with the source's.
         threshold: largest relative difference of logits; by default 1e-4, or 2e-2 if tensors were computed and rounded
-            to 16 bits, and none for a start with a gate LayerNorm, which is not exact in general.
+            to 16 bits, and none for a start with a gate LayerNorm, which is not exact in general. For a source of the
+            Llama form, that of the MLA model that keeps everything.
+        max_rise: largest rise of the loss on held-out text from the source to the last stage, in nats a token; by
+            default there is no bound.
         reference_logits: safetensors file with `input_ids` and `logits` of the source, in the place of running it.
+        staged: called with every stage of a source of the Llama form.
         progress: called with the number of tensors written and to be written.
 
     Raises:
         ConversionError: the source cannot be converted; the message names tensor, field or file, and the remedy.
-        CheckFailed: the logits differ.
+        CheckFailed: the logits differ, or the loss rose too much.
         FileExistsError: the target exists.
         HubError: the source is no folder, and the Hub does not give it.
     """
@@ -168,24 +178,55 @@ def convert(
 
     source_layout, raw_config = _source_layout(source, layout, config_file)
     target_layout = get_layout(to or "egmla")
+    gates = GateStart(gate, gate_dim, gate_norm)
+    if source_layout.name == "llama":
+        if latent is None or calibration is None:
+            raise ConversionError(
+                "A model of the Llama form becomes MLA with a latent (--latent or --latent-energy) that is fitted on "
+                "text (--calibration)."
+            )
+        if reference_logits is not None:
+            raise ConversionError("A model of the Llama form is run itself: leave --reference-logits out.")
+    elif latent is not None:
+        raise ConversionError(f"A latent is for models of the Llama form, and layout {source_layout.name} has one.")
     report = Report(source_layout.name, target_layout.name)
     report.notes += [f"a killed run left {path}, which can be deleted" for path in leftovers(target)]
     if unread := not_read(source_layout, raw_config):
         report.notes.append(f"settings of the source that EG-MLA has no counterpart for: {', '.join(unread)}")
 
-    config, scales = read_config(source_layout, source, raw_config)
     checkpoint = Checkpoint(source, source_layout.checkpoint_key, read_fp8(source_layout, raw_config, dtype))
-    original, report.inventory = source_weights(checkpoint, source_layout, config, scales, drop, dtype)
-    weights, bases = original, None
-    if gate != "none":
-        wide = source_weights(checkpoint, source_layout, config, scales, drop, torch.float32)[0]
-        # Calibration builds a model at each stage, so that bases are worth their memory.
-        bases = Bases(wide, keep=calibration is not None) if gate_norm == "layer_norm" else None
-        windows = None if calibration is None else _windows(calibration, calibration_tokens, source, config)
-        weights, report.stages = _start_gate(wide, gate, gate_dim, gate_norm, bases, windows, report.notes)
-        weights = with_dtypes(weights, lambda name: original.dtype(stands_for(name)))
-    elif calibration is not None:
-        raise ConversionError("Calibration text is for a start with a gate: give --gate multiply too.")
+    bases, made = None, None
+    if source_layout.name == "llama":
+        theirs = read_llama_config(raw_config)
+        known = llama_tensors(theirs)
+        names_in_source = {name: name for name in known}
+        report.inventory = match_tensors(
+            checkpoint, source_layout, names_in_source, known, theirs.tie_word_embeddings, drop
+        )
+        windows = read_windows(calibration, calibration_tokens, source, theirs)
+        input_ids = check_ids(theirs.vocab_size, theirs.max_position_embeddings)
+
+        def dtype_of(name: str) -> torch.dtype:
+            return dtype or checkpoint.tensors[name].dtype
+
+        made = start_from_llama(checkpoint, theirs, latent, gates, windows, input_ids, dtype_of, staged)
+        weights, report.stages = made.weights, made.stages
+        report.notes.append(_tell_latent(made))
+        _check_rise(made.stages, max_rise)
+    else:
+        config, scales = read_config(source_layout, source, raw_config)
+        original, report.inventory = source_weights(checkpoint, source_layout, config, scales, drop, dtype)
+        weights, known = original, expected_tensors(original.config)
+        if gate != "none":
+            wide = source_weights(checkpoint, source_layout, config, scales, drop, torch.float32)[0]
+            # Calibration builds a model at each stage, so that bases are worth their memory.
+            bases = Bases(wide, keep=calibration is not None) if gate_norm == "layer_norm" else None
+            windows = None if calibration is None else read_windows(calibration, calibration_tokens, source, config)
+            weights, report.stages = start_gate(wide, gates, bases, windows, report.notes)
+            weights = with_dtypes(weights, lambda name: original.dtype(stands_for(name)))
+            _check_rise(report.stages, max_rise)
+        elif calibration is not None:
+            raise ConversionError("Calibration text is for a start with a gate: give --gate multiply too.")
     weights = _for_layout(weights, target_layout, rope_layout)
     written_config = write_config(target_layout, weights.config)
     lost = not_written(target_layout, weights.config) if target_layout.name != "egmla" else []
@@ -197,12 +238,21 @@ def convert(
     empty = {
         theirs: torch.empty(shapes[name], dtype=weights.dtype(name), device="meta") for theirs, name in names.items()
     }
-    known = expected_tensors(original.config)
     report.new = tuple(sorted({layer_pattern(name) for name in shapes if name not in known}))
     report.tensors = len(names)
     report.dtypes = tuple(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in empty.values()}))
 
-    if check and reference_logits is not None:
+    if check and made is not None:
+        report.comparison = compare(
+            made.exact, made.reference, EXACT_LLAMA_THRESHOLD if threshold is None else threshold
+        )
+        if not report.comparison.passed:
+            raise CheckFailed(
+                "The MLA model that keeps all of the source does not agree with it, so the source computes something "
+                f"that the Llama form does not: {report.comparison}. Nothing was written."
+            )
+        reference = build_model(weights)(input_ids, use_cache=False).logits.detach()
+    elif check and reference_logits is not None:
         input_ids, reference = read_reference(Path(reference_logits))
     elif check:
         input_ids = check_ids(config.vocab_size, config.max_position_embeddings)
@@ -235,15 +285,42 @@ def convert(
             else:  # no code runs it: read it back as EG-MLA
                 model = build_model(source_weights(written, target_layout, weights.config)[0])
                 logits = model(input_ids, use_cache=False).logits.detach()
-            if threshold is None and bases is None:
-                threshold = _default_threshold(checkpoint, report, dtype, empty)
-            report.comparison = compare(logits, reference, threshold)
-            if not report.comparison.passed:
+            if made is not None:
+                written_comparison = compare(logits, reference, EXACT_THRESHOLD)
+            else:
+                if threshold is None and bases is None:
+                    threshold = _default_threshold(checkpoint, report, dtype, empty)
+                written_comparison = report.comparison = compare(logits, reference, threshold)
+            if not written_comparison.passed:
                 raise CheckFailed(
-                    f"The converted model does not agree with its source: {report.comparison}. Nothing was written. "
+                    f"The converted model does not agree with its source: {written_comparison}. Nothing was written. "
                     "If the difference is meant, give --threshold or --no-check."
                 )
     return report
+
+
+def _tell_latent(made: LlamaStart) -> str:
+    """What a latent keeps of a model of the Llama form."""
+    kept = ", ".join(f"{index}: {count}" for index, count in enumerate(made.counts) if count)
+    return (
+        f"the latent of {made.weights.config.kv_lora_rank} keeps {made.kept:.2%} of the weighted energy of keys and "
+        f"values; rotary pairs by frequency, the fastest being 0: {kept}"
+    )
+
+
+def _check_rise(stages: dict[str, TextScore], max_rise: float | None) -> None:
+    """Raises if the loss rose by more than `max_rise` from the first stage to the last."""
+    if max_rise is None:
+        return
+    if not stages:
+        raise ConversionError("The rise of the loss is measured on text: give --calibration too.")
+    first, *_, last = stages.values()
+    if not last.loss - first.loss <= max_rise:
+        told = "; ".join(f"{score.loss:.4f} {stage}" for stage, score in stages.items())
+        raise CheckFailed(
+            f"The loss on held-out text rises by {last.loss - first.loss:.4f} nats a token, above --max-rise "
+            f"{max_rise:g} ({told}). Nothing was written. A wider latent or more rotary channels cost less."
+        )
 
 
 def _default_threshold(
@@ -308,82 +385,11 @@ def _for_layout(weights: Weights, layout: Layout, rope_layout: str) -> Weights:
         weights = with_rotary_pairs(weights, wanted)
     if layout.constants.get("tie_word_embeddings") is False:
         weights = with_own_head(weights)
-    if layout.scales:
+    if layout.read_only:
         raise ConversionError(
-            f"Layout {layout.name} can be read, not written: write deepseek_v3, which has no scales."
+            f"Layout {layout.name} can be read, not written: write egmla, or deepseek_v3 without gates."
         )
     return weights
-
-
-def _start_gate(
-    weights: Weights,
-    gate: str,
-    gate_dim: int,
-    norm: str,
-    bases: Bases | None,
-    windows: torch.Tensor | None,
-    notes: list[str],
-) -> tuple[Weights, dict[str, TextScore]]:
-    """An EG-MLA model from an MLA model, and how it does at every stage on the last quarter of `windows` [N, S]."""
-    if weights.config.kv_gate != "none":
-        raise ConversionError(f"The source has gates already (`kv_gate` is {weights.config.kv_gate!r}).")
-    gated = with_gate(weights, gate, gate_dim, norm, bases=bases)
-    if windows is None:
-        if norm == "layer_norm":
-            notes.append("the gate's LayerNorm was not fitted and no loss measured: give text with --calibration")
-        return gated, {}
-
-    held_out = max(len(windows) // 4, 1)
-    fit_on, measure_on = windows[:-held_out], windows[-held_out:]
-    model = build_model(weights)
-
-    def score(stage: Weights) -> TextScore:
-        return score_text(build_model(stage), model, measure_on)
-
-    stages = {"source": score_text(model, model, measure_on)}
-    if norm == "none":
-        return gated, {**stages, "neutral gate": score(gated)}
-    naive = with_gate(weights, gate, gate_dim, norm)
-    fitted = with_gate(weights, gate, gate_dim, norm, bases=bases, fitted=fit_norms(model, gated, fit_on))
-    stages["neutral gate, LayerNorm as it is initialised"] = score(naive)
-    stages["change of basis"] = before = score(gated)
-    stages["LayerNorm fitted"] = after = score(fitted)
-    if after.divergence > before.divergence:
-        notes.append("the fitted LayerNorm was no better on held-out text and was not used")
-        return gated, stages
-    return fitted, stages
-
-
-def _windows(calibration: str | Path | torch.Tensor, tokens: int, source: Path, config: EGMLAConfig) -> torch.Tensor:
-    """Calibration ids, [N, S]."""
-    if isinstance(calibration, torch.Tensor):
-        windows = calibration
-    else:
-        try:
-            text = Path(calibration).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConversionError(f"Calibration text {calibration} cannot be read as UTF-8 ({error}).") from error
-        try:
-            tokenizer = load_tokenizer(source)
-        except (OSError, ValueError) as error:
-            raise ConversionError(f"The tokenizer in {source} does not load ({error}).") from error
-        if tokenizer is None:
-            raise ConversionError(f"Calibration text needs a tokenizer, and {source} has none: put it there.")
-        # Some eight bytes a token at most, so that a large file is not tokenised in vain.
-        ids = tokenizer(text[: 8 * tokens], add_special_tokens=False, verbose=False)["input_ids"][:tokens]
-        length = min(WINDOW, config.max_position_embeddings)
-        windows = torch.tensor(ids[: len(ids) // length * length]).view(-1, length)
-    if windows.dim() != 2 or windows.shape[0] < 2:
-        raise ConversionError(
-            f"Calibration needs at least two windows of {min(WINDOW, config.max_position_embeddings)} tokens: give "
-            "more text."
-        )
-    if (outside := windows[(windows < 0) | (windows >= config.vocab_size)]).numel():
-        raise ConversionError(
-            f"The tokenizer gives id {outside[0].item()}, outside the model's vocabulary of {config.vocab_size}: it "
-            "does not belong to the model."
-        )
-    return windows
 
 
 def _write_configs(

@@ -571,7 +571,7 @@ def test_hostile_pickle_runs_nothing(copied, tmp_path):
     [
         ({"first_k_dense_replace": 1}, "first_k_dense_replace"),
         ({"num_key_value_heads": 2}, "num_key_value_heads"),
-        ({"model_type": "llama"}, "model_type"),
+        ({"model_type": "gpt2"}, "model_type"),
         ({"eos_token_id": 97}, "eos_token_id"),
         ({"attn_implementation": "someone/kernel"}, "run it unasked"),
         ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 0.5}}, "factor"),
@@ -595,7 +595,8 @@ def test_settings_that_cannot_be_expressed(copied, tmp_path, change, message):
         ({"kv_gate": "none", "rms_norm_eps": 1e-5}, "deepseek", "`rms_norm_eps`"),
         ({"kv_gate": "none", "rope_parameters": {**YARN, "mscale": 1.0}}, "deepseek", "mscale_all_dim"),
         ({"kv_gate": "none"}, "minicpm3", "can be read, not written"),
-        ({"kv_gate": "none"}, "llama", "no layout 'llama'"),
+        ({"kv_gate": "none"}, "llama", "can be read, not written"),
+        ({"kv_gate": "none"}, "gpt2", "no layout 'gpt2'"),
     ],
 )
 def test_targets_that_cannot_hold_a_model(tmp_path, settings, to, message):
