@@ -91,7 +91,7 @@ def test_folders_equal_the_table(tmp_path):
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_recipes_are_the_papers(name):
-    """A preset's recipe is one that can be run, with the paper's batch, tokens and learning rate; the rest is marked."""
+    """A preset's recipe is one that can be run, with the paper's batch, tokens and rate; the rest is marked."""
     pytest.importorskip("datasets")
     from modeling_egmla.training import load_recipe
     from modeling_egmla.training.run import build_arguments
@@ -106,10 +106,8 @@ def test_recipes_are_the_papers(name):
     size = (config.hidden_size, config.num_hidden_layers)
     assert recipe.training.learning_rate == {(768, 12): 6e-4, (2048, 12): 2.5e-4, (2048, 24): 2e-4}[size]
     arguments = build_arguments(recipe.training, recipe.data.sequence_length)
-    assert (
-        arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps * recipe.data.sequence_length
-        == (recipe.training.batch_tokens)
-    )
+    sequences = arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps
+    assert sequences * recipe.data.sequence_length == recipe.training.batch_tokens
     stated = {"preset", "dataset", "streaming", "output_dir", "batch_tokens", "steps", "learning_rate"}
     for line in path.read_text().splitlines():
         key, colon, value = line.strip().partition(":")

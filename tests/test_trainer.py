@@ -323,7 +323,7 @@ def test_torch_compile(make_model, tmp_path, group_size):
 
 
 def test_grouping_by_length(make_model, tmp_path):
-    """`train_sampling_strategy="group_by_length"` puts texts of like length together: every text once, less padding."""
+    """`train_sampling_strategy="group_by_length"` puts like lengths together: every text once, less padding."""
     lengths = [3, 40, 4, 41, 5, 42, 6, 43] * 8
     padding = {}
     for strategy in ("random", "group_by_length"):
@@ -391,8 +391,9 @@ def test_flattened_batches_train_as_padded_ones(make_model, tmp_path):
 
 
 CHAT_TEMPLATE = (
-    "{% for message in messages %}{% if message.role == 'assistant' %}{% generation %}{{ message.content + eos_token }}"
-    "{% endgeneration %}{% else %}{{ 'Question: ' + message.content + '\\nAnswer:\\n' }}{% endif %}{% endfor %}"
+    "{% for message in messages %}{% if message.role == 'assistant' %}"
+    "{% generation %}{{ message.content + eos_token }}{% endgeneration %}"
+    "{% else %}{{ 'Question: ' + message.content + '\\nAnswer:\\n' }}{% endif %}{% endfor %}"
 )
 
 

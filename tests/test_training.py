@@ -23,7 +23,7 @@ from modeling_egmla.training.data import (
     unigram_loss,
 )
 from modeling_egmla.training.plot import loss_differences, plot_runs
-from modeling_egmla.training.recipe import DataRecipe, GateTablesRecipe
+from modeling_egmla.training.recipe import DataRecipe, GateTablesRecipe, ModelRecipe
 from modeling_egmla.training.run import build_arguments, build_model
 from modeling_egmla.training.trainer import JSONLinesLog
 
@@ -101,6 +101,19 @@ def streamed(tmp_path):
         "validation_documents": 3,
         "sequence_length": 32,
     }
+
+
+@pytest.fixture
+def start(recipe, tmp_path):
+    """Folder of a tiny model with its tokenizer, to fine-tune."""
+    folder = str(tmp_path / "start")
+    documents = load_documents(DataRecipe(**recipe["data"]))
+    tokenizer = train_tokenizer(documents, recipe["tokenizer"]["vocab_size"])
+    model = build_model(ModelRecipe(**recipe["model"]), tokenizer, seed=3)
+    model.generation_config.update(do_sample=True, temperature=0.8)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
 
 
 def write_recipe(recipe, folder):
@@ -237,7 +250,7 @@ def die_at(monkeypatch, step):
 
 
 @pytest.mark.parametrize("kind", ["pretraining", "stream", "lora"])
-def test_stopped_run_continues_to_the_same_weights(recipe, streamed, tmp_path, monkeypatch, kind):
+def test_stopped_run_continues_to_the_same_weights(recipe, streamed, start, tmp_path, monkeypatch, kind):
     """
     A run that dies and is started again ends with the weights, and the log, of one that did not: on text that is read
     at once or streamed, whole or with LoRA.
@@ -246,7 +259,7 @@ def test_stopped_run_continues_to_the_same_weights(recipe, streamed, tmp_path, m
         recipe["tokenizer"], recipe["data"] = {"path": "egmla-sotu"}, streamed
         recipe["model"]["config"].pop("vocab_size")
     if kind == "lora":
-        recipe["model"] = recipe["tokenizer"] = {"path": "egmla-sotu"}
+        recipe["model"] = recipe["tokenizer"] = {"path": start}
         recipe["lora"] = {"r": 2, "target_modules": "all-linear", "lora_dropout": 0.1}
     train(write_recipe(recipe, tmp_path))
     whole = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
@@ -282,9 +295,8 @@ def test_documents_stream(streamed):
     order = [row["text"] for row in train_text]
     assert len(order) == len(set(order)) == 120 - len(held_out) and not set(order) & set(held_out)
     assert order == [row["text"] for row in split_documents(load_documents(recipe, 1), 0.2, 3)[0]]
-    assert order != sorted(order) and order != [
-        row["text"] for row in load_documents(recipe, 2) if row["text"] in order
-    ]
+    other_seed = [row["text"] for row in load_documents(recipe, 2) if row["text"] in order]
+    assert order != sorted(order) and order != other_seed
 
     tokenizer = AutoTokenizer.from_pretrained(EMBEDDED)
     blocks = pack_documents(train_text, tokenizer, 16, keep_all=False)
@@ -311,20 +323,19 @@ def test_limited_validation(recipe, tmp_path):
     assert list(fewer_train["text"]) == list(train_text["text"])
 
 
-def test_lora_recipe_saves_adapter_and_merged_model(recipe, tmp_path):
-    """With `lora` the folder is the merged model, and `adapter/` on the model that it was trained on gives the same."""
+def test_lora_recipe_saves_adapter_and_merged_model(recipe, start, tmp_path):
+    """With `lora` the folder is the merged model; `adapter/` on the model it was trained on gives the same."""
     peft = pytest.importorskip("peft")
-    recipe["model"] = recipe["tokenizer"] = {"path": "egmla-sotu"}
+    recipe["model"] = recipe["tokenizer"] = {"path": start}
     recipe["lora"] = {"r": 4, "target_modules": "all-linear"}
     recipe["training"].update(steps=20, eval_steps=10, save_steps=20)
-    recipe["gate_tables"] = {"learning_rate": 0.5}  # tables are frozen: what they are given changes nothing
     report = train(write_recipe(recipe, tmp_path))
-    assert report["validation_loss"] < report["initial_validation_loss"] - 0.5
+    assert report["validation_loss"] < report["initial_validation_loss"] - 0.05
 
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    base = AutoModelForCausalLM.from_pretrained(EMBEDDED)
+    base = AutoModelForCausalLM.from_pretrained(start)
     assert report["parameters"] == base.num_parameters() == merged.num_parameters()
-    assert 0 < report["trainable_parameters"] < 0.1 * base.num_parameters()
+    assert 0 < report["trainable_parameters"] < base.num_parameters()
     assert merged.generation_config.temperature == base.generation_config.temperature == 0.8
     assert torch.equal(merged.model.embed_tokens.weight, base.model.embed_tokens.weight)
     ids = torch.arange(2, 40)[None]
@@ -335,15 +346,15 @@ def test_lora_recipe_saves_adapter_and_merged_model(recipe, tmp_path):
         torch.testing.assert_close(adapted(input_ids=ids).logits, merged(ids).logits, atol=1e-4, rtol=1e-4)
 
 
-def test_initial_loss_is_that_of_the_model(recipe, tmp_path):
+def test_initial_loss_is_that_of_the_model(recipe, start, tmp_path):
     """Fine-tuning reports the loss that it started from, also after a continuation."""
-    recipe["model"] = recipe["tokenizer"] = {"path": "egmla-sotu"}
+    recipe["model"] = recipe["tokenizer"] = {"path": start}
     first = train(write_recipe(recipe, tmp_path))
     recipe["training"]["steps"] = 10
     second = train(write_recipe(recipe, tmp_path))
     assert second["steps"] == 10
     assert first["initial_validation_loss"] == second["initial_validation_loss"] > first["validation_loss"]
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(EMBEDDED), AutoTokenizer.from_pretrained(EMBEDDED)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(start), AutoTokenizer.from_pretrained(start)
     _, validation_text = split_documents(load_documents(DataRecipe(**recipe["data"])), 0.2)
     total = count = 0
     for block in pack_documents(validation_text, tokenizer, 32, keep_all=True):
@@ -363,7 +374,7 @@ def write_log(folder, losses):
 
 
 def test_two_runs_are_compared(tmp_path):
-    """`egmla plot A B` subtracts validation losses step by step, and draws them; runs without common steps are refused."""
+    """`egmla plot A B` subtracts validation losses by step and draws them; without common steps it refuses."""
     pytest.importorskip("matplotlib")
     first = write_log(tmp_path / "first", {10: 3.0, 20: 2.5, 30: 2.25})
     second = write_log(tmp_path / "second", {10: 3.25, 20: 2.0, 40: 1.0})

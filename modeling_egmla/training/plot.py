@@ -58,16 +58,14 @@ def plot_runs(folders: Sequence[str | Path], path: str | Path) -> None:
     for folder, colour in zip(folders, COLOURS):
         training, validation = read_losses(folder, "loss"), read_losses(folder, "eval_loss")
         name = Path(folder).resolve().name
-        axes.plot(training.keys(), training.values(), color=colour, alpha=0.35, linewidth=1, label=f"{name}, training")
-        axes.plot(
-            validation.keys(), validation.values(), "o-", color=colour, markersize=4, label=f"{name}, validation"
-        )
+        axes.plot(training.keys(), training.values(), color=colour, alpha=0.35, label=f"{name}, training")
+        axes.plot(validation.keys(), validation.values(), "o-", color=colour, label=f"{name}, validation")
     axes.set_ylabel("loss, nats a token")
     axes.legend(frameon=False)
     if below is not None:
         differences = loss_differences(*folders)
         below.axhline(0, color="0.6", linewidth=1)
-        below.plot(differences.keys(), differences.values(), "o-", color="0.2", markersize=4)
+        below.plot(differences.keys(), differences.values(), "o-", color="0.2")
         first, second = (Path(folder).resolve().name for folder in folders)
         below.set_ylabel(f"{first} minus\n{second}, validation")
     for each in figure.axes:
