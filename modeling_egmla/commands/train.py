@@ -15,7 +15,8 @@ def train(
     """
     Train a model as a recipe says: text, tokenizer, model, schedule.
 
-    The same command continues a run that was stopped, from its last checkpoint.
+    The same command continues a run that was stopped, from its last checkpoint. `egmla plot` draws its loss, or the
+    difference of two runs.
 
     Examples:
 
@@ -24,7 +25,11 @@ def train(
     """
     need("train", "accelerate", "datasets")
     path = find_recipe(recipe)
+    from transformers.utils import logging
+
     from .. import training
+
+    logging.disable_progress_bar()  # that of loading weights; training keeps its own
 
     report = training.train(path)
     details = [f"{report['validation_bits_per_byte']:.4f} bits a byte"]

@@ -141,6 +141,7 @@ def build_arguments(recipe: TrainingRecipe, sequence_length: int) -> TrainingArg
         "save_total_limit": 2,
         "logging_steps": recipe.logging_steps,
         "report_to": "none",
+        "disable_tqdm": not sys.stderr.isatty(),  # a bar in a terminal, lines in a file
         # Without it, several processes on a CPU would each train a copy of their own.
         "use_cpu": not torch.accelerator.is_available(),
     }
