@@ -9,6 +9,7 @@ from .eval import evaluate
 from .export import export
 from .generate import generate
 from .plan import plan
+from .plot import plot
 from .pull import pull
 from .push import push
 from .train import train
@@ -41,6 +42,7 @@ app.command()(plan)
 app.command()(demo)
 app.command("eval")(evaluate)
 app.command()(train)
+app.command()(plot)
 app.command()(convert)
 app.command()(export)
 app.command()(verify)

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from transformers import EvalPrediction, Trainer, TrainerCallback
 
+from ..conversion.folders import write_whole
 from .recipe import GateTablesRecipe
 
 
@@ -74,6 +75,15 @@ class JSONLinesLog(TrainerCallback):
     def seconds(self) -> float:
         return self.seconds_before + time.perf_counter() - self.started
 
+    def start_again(self) -> None:
+        """Forgets an earlier run that left no checkpoint."""
+        self.path.unlink(missing_ok=True)
+
+    def initial_validation_loss(self) -> float | None:
+        """The validation loss at step 0, if it was evaluated then."""
+        lines = map(json.loads, self.path.read_text(encoding="utf-8").splitlines())
+        return next((line["eval_loss"] for line in lines if line["step"] == 0 and "eval_loss" in line), None)
+
     def on_train_begin(self, args, state, control, **kwargs):
         self.started = time.perf_counter()
         if self.path.exists():
@@ -81,9 +91,10 @@ class JSONLinesLog(TrainerCallback):
             kept = [line for line in lines if json.loads(line)["step"] <= state.global_step]
             self.seconds_before = json.loads(kept[-1])["seconds"] if kept else 0.0
             if state.is_world_process_zero:
-                self.path.write_text("".join(kept), encoding="utf-8")
+                write_whole(self.path, "".join(kept))
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if state.is_world_process_zero:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"step": state.global_step, "seconds": round(self.seconds, 1), **logs}) + "\n")
