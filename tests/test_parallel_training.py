@@ -1,0 +1,121 @@
+"""Training on several processes gives the weights of one, whatever engine carries it and however tables are cut."""
+
+import os
+import socket
+
+import pytest
+import torch
+from conftest import tiny_model
+from torch import distributed as dist
+from torch import multiprocessing
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+
+from modeling_egmla.training import parallel
+
+
+# Batches of each step and process, [sequences, tokens]; the last ones are uneven, down to a single short sequence.
+SHAPES = [[(2, 9)] * 4] * 3 + [[(3, 9), (1, 5), (2, 4), (2, 7)], [(2, 6), (1, 3), (1, 8), (1, 2)]]
+
+
+def run_on(processes, function, *args):
+    """Runs `function(*args)` on so many gloo processes; their errors are raised here."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["modeling_egmla.training", "conftest"])
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    multiprocessing.start_processes(
+        work, (processes, port, function, args), nprocs=processes, start_method="forkserver"
+    )
+
+
+def work(rank, processes, port, function, args):
+    environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
+    os.environ.update({key: str(value) for key, value in environment.items()})
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    try:
+        function(*args)
+    finally:
+        dist.destroy_process_group()
+
+
+def batches(processes):
+    """For each step the ids of every process, each [sequences, tokens]."""
+    generator = torch.Generator().manual_seed(1)
+    return [[torch.randint(2, 97, shape, generator=generator) for shape in step[:processes]] for step in SHAPES]
+
+
+def make_optimizer(model):
+    """AdamW with gate tables in a group of their own, and a learning rate that warms up."""
+    tables = [p for name, p in model.named_parameters() if "kv_gate_embed" in name]
+    rest = [p for name, p in model.named_parameters() if "kv_gate_embed" not in name]
+    optimizer = torch.optim.AdamW([{"params": rest}, {"params": tables, "lr": 2e-3}], lr=1e-3)
+    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 3))
+
+
+def train(model, optimizer, scheduler, steps, rank=None):
+    """Token-weighted AdamW steps with clipping: of one process of several, or of one process on everybody's batches."""
+    for step in steps:
+        mine = step if rank is None else [step[rank]]
+        tokens = sum((ids.shape[1] - 1) * ids.shape[0] for ids in step)
+        for ids in mine:
+            loss = model(input_ids=ids, labels=ids, num_items_in_batch=tokens).loss
+            (loss if rank is None else loss * len(step)).backward()
+        norm = parallel.clip_grad_norm_(model.parameters(), 0.5)
+        assert norm > 0.5, "nothing was clipped"
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+
+
+def assert_same_weights(actual, expected, atol):
+    """The same state dicts, apart from the key half of the gate norm's bias, whose gradient is rounding noise."""
+    assert actual.keys() == expected.keys()
+    for name in expected:
+        a, e = actual[name], expected[name]
+        if name.endswith("kv_gate_norm.bias"):
+            a, e = (t.view(3, 18)[:, 8:] for t in (a, e))  # 3 heads of 8 key and 10 value channels
+        torch.testing.assert_close(a, e, atol=atol, rtol=0, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def check_own_loop(engine, dtype, atol, changes):
+    rank, processes = dist.get_rank(), dist.get_world_size()
+    mesh = init_device_mesh("cpu", (processes,))
+    steps = batches(processes)
+    single = tiny_model(**changes).to(dtype).train()
+    train(single, *make_optimizer(single), steps)
+
+    model = tiny_model(**changes, seed=0).to(dtype).train()
+    if "columns" in engine:
+        parallel.shard_gate_tables(model, mesh)
+        for name, parameter in model.named_parameters():
+            if "kv_gate_embed" in name:
+                assert parameter.to_local().shape == (97, 12 // processes)
+    wrapped = DistributedDataParallel(model) if "ddp" in engine else parallel.shard_model(model, mesh)
+    optimizer, scheduler = make_optimizer(model)
+    train(wrapped, optimizer, scheduler, steps, rank)
+    weights = parallel.full_state_dict(model)
+    if rank == 0:
+        assert_same_weights(weights, single.state_dict(), atol)
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize("engine", ["ddp", "ddp columns", "fsdp", "fsdp columns"])
+def test_weights_of_one_process(engine, processes):
+    """Five AdamW steps in float64, with uneven batches and clipping, end at one process's weights."""
+    run_on(processes, check_own_loop, engine, torch.float64, 1e-10, {})
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+def test_weights_of_one_process_in_float32(processes):
+    """In float32, cut tables end within 1e-6 of one process."""
+    run_on(processes, check_own_loop, "ddp columns", torch.float32, 1e-6, {})
+
+
+@pytest.mark.parametrize("changes", [{"kv_gate": "add"}, {"layer_group_size": 2}, {"kv_gate_norm": "none"}], ids=str)
+def test_other_models(changes):
+    """Cut tables serve every kind of gate."""
+    run_on(2, check_own_loop, "ddp columns", torch.float64, 1e-10, changes)
