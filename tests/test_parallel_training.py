@@ -1,5 +1,6 @@
 """Training on several processes gives the weights of one, whatever engine carries it and however tables are cut."""
 
+import json
 import os
 import socket
 
@@ -11,6 +12,10 @@ from torch import multiprocessing
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
+from test_training import recipe, text_folder, write_recipe  # noqa: F401
+from transformers import AutoModelForCausalLM
+
+from modeling_egmla import training
 from modeling_egmla.training import parallel
 
 
@@ -71,13 +76,16 @@ def train(model, optimizer, scheduler, steps, rank=None):
         scheduler.step()
 
 
-def assert_same_weights(actual, expected, atol):
-    """The same state dicts, apart from the key half of the gate norm's bias, whose gradient is rounding noise."""
+def assert_same_weights(actual, expected, atol, head=(3, 8)):
+    """
+    The same state dicts, apart from the key half of the gate norm's bias, whose gradient is rounding noise. `head`: the
+    number of heads and their key channels.
+    """
     assert actual.keys() == expected.keys()
     for name in expected:
         a, e = actual[name], expected[name]
         if name.endswith("kv_gate_norm.bias"):
-            a, e = (t.view(3, 18)[:, 8:] for t in (a, e))  # 3 heads of 8 key and 10 value channels
+            a, e = (t.view(head[0], -1)[:, head[1] :] for t in (a, e))
         torch.testing.assert_close(a, e, atol=atol, rtol=0, msg=lambda text, name=name: f"{name}: {text}")
 
 
@@ -119,3 +127,44 @@ def test_weights_of_one_process_in_float32(processes):
 def test_other_models(changes):
     """Cut tables serve every kind of gate."""
     run_on(2, check_own_loop, "ddp columns", torch.float64, 1e-10, changes)
+
+
+def run_recipe(recipe, folder, name, processes, gate_tables, **changes):  # noqa: F811
+    """Trains a recipe in `folder / name` on so many processes and returns the weights that it saved."""
+    recipe = {**recipe, "gate_tables": gate_tables}
+    recipe["training"] = {**recipe["training"], "output_dir": str(folder / name), **changes}
+    path = write_recipe(recipe, folder)
+    if processes == 1:
+        training.train(path)
+    else:
+        run_on(processes, training.train, path)
+    return AutoModelForCausalLM.from_pretrained(folder / name).state_dict()
+
+
+@pytest.fixture
+def global_recipe(recipe):  # noqa: F811
+    """The tiny recipe with a batch of 8 sequences, which one, two and four processes can share."""
+    recipe["training"].update(batch_tokens=256, schedule="constant_with_warmup", warmup_steps=2, eval_steps=8)
+    return recipe
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize("cut", [False, True])
+def test_recipe_on_several_processes(global_recipe, tmp_path, processes, cut):
+    """A recipe on several processes, its batch shared by them, saves the weights of one and reports the same loss."""
+    gate_tables = {"parallel": cut}
+    single = run_recipe(global_recipe, tmp_path, "single", 1, gate_tables, steps=5)
+    several = run_recipe(global_recipe, tmp_path, "several", processes, gate_tables, steps=5)
+    assert_same_weights(several, single, 1e-6, head=(2, 8))
+    losses = [json.loads((tmp_path / n / "training.json").read_text())["validation_loss"] for n in ("single", "several")]
+    assert losses[1] == pytest.approx(losses[0], abs=1e-6)
+
+
+def test_resume_on_another_number_of_processes(global_recipe, tmp_path):
+    """A run on one process continues on two, then four, then one, tables cut or whole, and ends where one would."""
+    single = run_recipe(global_recipe, tmp_path, "single", 1, {"parallel": True}, steps=8)
+    for steps, processes in ((2, 1), (4, 2), (6, 4), (8, 1)):
+        moved = run_recipe(
+            global_recipe, tmp_path, "moved", processes, {"parallel": True}, steps=steps, save_steps=2
+        )
+    assert_same_weights(moved, single, 2e-6, head=(2, 8))

@@ -44,11 +44,11 @@ class IdExchange:
             distinct, inverse = ids.unique(return_inverse=True)
             size = self.group.size()
             counts = ids.new_empty(size)
-            dist.all_gather_into_tensor(counts, ids.new_tensor([len(distinct)]), group=self.group)
+            dist.all_gather_single(counts, ids.new_tensor([len(distinct)]), group=self.group)
             counts = counts.tolist()
             longest = max(counts)
             padded = ids.new_empty(size * longest)
-            dist.all_gather_into_tensor(padded, F.pad(distinct, (0, longest - len(distinct))), group=self.group)
+            dist.all_gather_single(padded, F.pad(distinct, (0, longest - len(distinct))), group=self.group)
             joined = torch.cat([row[:count] for row, count in zip(padded.view(size, longest), counts)])
             self._gathered[ids] = GatheredIds(joined, counts, inverse)
         return self._gathered[ids]

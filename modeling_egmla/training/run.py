@@ -13,7 +13,6 @@ import yaml
 from transformers import (
     AutoTokenizer,
     GenerationConfig,
-    Trainer,
     TrainerState,
     TrainingArguments,
     default_data_collator,
@@ -23,6 +22,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from ..configuration_egmla import EGMLAConfig
 from ..modeling_egmla import EGMLAForCausalLM
 from .data import bits_per_byte, load_documents, pack_documents, split_documents, train_tokenizer, unigram_loss
+from .parallel import full_state_dict
 from .recipe import ModelRecipe, Recipe, RecipeError, TrainingRecipe, load_recipe
 from .trainer import EGMLATrainer, JSONLinesLog, mean_token_loss, token_losses
 
@@ -55,7 +55,8 @@ def build_arguments(recipe: TrainingRecipe, sequence_length: int) -> TrainingArg
     The recipe in the terms of Trainer.
 
     Raises:
-        RecipeError: `batch_tokens` is not a whole number of forward passes of all processes.
+        RecipeError: `batch_tokens` is not a whole number of forward passes of all processes, or FSDP is asked for on
+            a CPU.
     """
     pass_tokens = recipe.sequences_per_device * sequence_length * int(os.environ.get("WORLD_SIZE", "1"))
     if recipe.batch_tokens % pass_tokens:
@@ -86,15 +87,26 @@ def build_arguments(recipe: TrainingRecipe, sequence_length: int) -> TrainingArg
         "report_to": "none",
         # Without it, several processes on a CPU would each train a copy of their own.
         "use_cpu": not torch.accelerator.is_available(),
+        "ddp_find_unused_parameters": False,  # every weight is used in every pass
     }
-    return TrainingArguments(**{**values, **recipe.arguments})
+    arguments = TrainingArguments(**{**values, **recipe.arguments})
+    if arguments.use_cpu and (arguments.fsdp or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"):
+        raise RecipeError(
+            "`training.arguments.fsdp`: on a CPU Trainer would silently replicate the model instead. Leave it out, or "
+            "call modeling_egmla.training.parallel.shard_model in a loop of your own."
+        )
+    return arguments
 
 
-def save_final(trainer: Trainer, tokenizer, recipe: Recipe, folder: Path) -> None:
+def save_final(trainer: EGMLATrainer, tokenizer, recipe: Recipe, folder: Path) -> None:
     """
     Saves model, tokenizer and generation_config. Weights are stored in `training.save_dtype`; config.json keeps the
     dtype that was computed in, and loading returns to it. Ids that no token has are never sampled.
     """
+    gather = full_state_dict if trainer.cuts_tables else trainer.accelerator.get_state_dict
+    state_dict = gather(trainer.model)
+    if not trainer.is_world_process_zero():
+        return
     model = trainer.accelerator.unwrap_model(trainer.model)
     settings = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     if len(tokenizer) < model.config.vocab_size:
@@ -103,8 +115,7 @@ def save_final(trainer: Trainer, tokenizer, recipe: Recipe, folder: Path) -> Non
     dtype = getattr(torch, recipe.training.save_dtype)
     stored = {}  # One tensor for weights that are tied, which are then saved once.
     state_dict = {
-        name: stored.setdefault(weight.data_ptr(), weight.to(dtype))
-        for name, weight in trainer.accelerator.get_state_dict(trainer.model).items()
+        name: stored.setdefault(weight.data_ptr(), weight.to(dtype)) for name, weight in state_dict.items()
     }
     model.save_pretrained(folder, state_dict=state_dict)
     tokenizer.save_pretrained(folder)
@@ -193,6 +204,7 @@ def train(recipe_path: str | Path) -> dict[str, Any]:
     seconds = log.seconds
     trainer.model.config.use_cache = use_cache
     save_final(trainer, tokenizer, recipe, folder)
+    trainer.accelerator.wait_for_everyone()
 
     # The loss that counts is that of the weights as they were stored.
     trainer.model.load_state_dict(EGMLAForCausalLM.from_pretrained(folder).state_dict())
