@@ -10,13 +10,15 @@ from conftest import tiny_model
 from torch import distributed as dist
 from torch import multiprocessing
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from test_training import recipe, text_folder, write_recipe  # noqa: F401
 from transformers import AutoModelForCausalLM
+from transformers.distributed import DistributedConfig
 
 from modeling_egmla import training
-from modeling_egmla.training import parallel
+from modeling_egmla.training import RecipeError, parallel
 
 
 # Batches of each step and process, [sequences, tokens]; the last ones are uneven, down to a single short sequence.
@@ -96,12 +98,14 @@ def check_own_loop(engine, dtype, atol, changes):
     single = tiny_model(**changes).to(dtype).train()
     train(single, *make_optimizer(single), steps)
 
-    model = tiny_model(**changes, seed=0).to(dtype).train()
+    model = tiny_model(**changes, seed=rank).to(dtype).train()  # the first process's weights count
     if "columns" in engine:
         parallel.shard_gate_tables(model, mesh)
         for name, parameter in model.named_parameters():
             if "kv_gate_embed" in name:
                 assert parameter.to_local().shape == (97, 12 // processes)
+    if "checkpointing" in engine:
+        model.gradient_checkpointing_enable()
     wrapped = DistributedDataParallel(model) if "ddp" in engine else parallel.shard_model(model, mesh)
     optimizer, scheduler = make_optimizer(model)
     train(wrapped, optimizer, scheduler, steps, rank)
@@ -123,10 +127,68 @@ def test_weights_of_one_process_in_float32(processes):
     run_on(processes, check_own_loop, "ddp columns", torch.float32, 1e-6, {})
 
 
-@pytest.mark.parametrize("changes", [{"kv_gate": "add"}, {"layer_group_size": 2}, {"kv_gate_norm": "none"}], ids=str)
-def test_other_models(changes):
-    """Cut tables serve every kind of gate."""
-    run_on(2, check_own_loop, "ddp columns", torch.float64, 1e-10, changes)
+@pytest.mark.parametrize(
+    ("engine", "changes"),
+    [
+        ("ddp columns", {"kv_gate": "add"}),
+        ("ddp columns", {"kv_gate_norm": "none"}),
+        ("ddp columns checkpointing", {"layer_group_size": 2}),
+    ],
+    ids=str,
+)
+def test_other_models(engine, changes):
+    """Cut tables serve every kind of gate, and layers that are run again in the backward pass."""
+    run_on(2, check_own_loop, engine, torch.float64, 1e-10, changes)
+
+
+def check_loaded(folder, how):
+    """Trains a model that the library itself distributed when it loaded it."""
+    rank, processes = dist.get_rank(), dist.get_world_size()
+    steps = batches(processes)
+    single = AutoModelForCausalLM.from_pretrained(folder).double().train()
+    train(single, *make_optimizer(single), steps)
+
+    config = DistributedConfig(fsdp_size=processes) if how == "fsdp" else DistributedConfig(tp_size=processes)
+    model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=config, dtype=torch.float64).train()
+    if how == "fsdp":
+        tables = [m for name, m in model.named_modules() if name.endswith("kv_gate_embed")]
+        assert tables and all(isinstance(table, FSDPModule) for table in tables)
+        train(model, *make_optimizer(model), steps, rank)
+    else:
+        assert model.model.layers[0].mlp.up_proj.weight.to_local().shape[0] == 40 // processes
+        train(model, *make_optimizer(model), steps)  # all processes see every batch
+    weights = parallel.full_state_dict(model)
+    if rank == 0:
+        assert_same_weights(weights, single.state_dict(), 1e-10)
+
+
+@pytest.mark.slow  # starts two processes
+@pytest.mark.parametrize("how", ["fsdp", "tp"])
+def test_plans_of_the_model_train(tmp_path, how):
+    """`DistributedConfig` shards by the model's own plans, tables as units of their own, and trains to the same weights."""
+    tiny_model(vocab_size=98).save_pretrained(tmp_path)
+    run_on(2, check_loaded, tmp_path, how)
+
+
+def check_error(changes, message):
+    with pytest.raises(ValueError, match=message):
+        parallel.shard_gate_tables(tiny_model(**changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [({"kv_gate_dim": 13}, "`kv_gate_dim` is 13, which 2 processes"), ({"kv_gate": "none"}, "`kv_gate` is")],
+)
+def test_tables_that_cannot_be_cut(changes, message):
+    """A width that the processes cannot share is refused with both numbers, and so is a model without gates."""
+    run_on(2, check_error, changes, message)
+
+
+def test_fsdp_through_trainer_is_refused_on_a_cpu(recipe, tmp_path):  # noqa: F811
+    """A recipe that asks for FSDP where Trainer would quietly train replicas is refused by the key's name."""
+    recipe["training"]["arguments"].update(fsdp=True, use_cpu=True)
+    with pytest.raises(RecipeError, match=r"training\.arguments\.fsdp"):
+        training.train(write_recipe(recipe, tmp_path))
 
 
 def run_recipe(recipe, folder, name, processes, gate_tables, **changes):  # noqa: F811

@@ -64,7 +64,7 @@ class ShardedEmbedding(nn.Module):
 
     Args:
         embedding: the whole table; process 0's counts.
-        mesh: the data-parallel processes, in one dimension.
+        mesh: the data-parallel processes, one-dimensional.
         exchange: shared by all tables of a model.
         is_first: whether the model's forward pass comes to this table first.
     """
@@ -86,8 +86,6 @@ class ShardedEmbedding(nn.Module):
         """Returns the rows of `ids`, [..., embedding_dim]."""
         gathered = self.exchange.gather(ids, renew=self.is_first)
         columns = F.embedding(gathered.ids, self.weight.to_local())
-        if torch.is_autocast_enabled(columns.device.type):
-            columns = columns.to(torch.get_autocast_dtype(columns.device.type))  # what the projection would make of it
         group = self.exchange.group
         size, count = group.size(), gathered.counts[group.rank()]
         slices = all_to_all_single_autograd(columns, [count] * size, gathered.counts, group)
@@ -111,7 +109,7 @@ def shard_gate_tables(model: nn.Module, mesh: DeviceMesh | None = None) -> None:
     optimizer, which needs the tables in a parameter group of their own.
 
     Args:
-        model: an EG-MLA model, the same on all processes.
+        model: an EG-MLA model; process 0's tables count.
         mesh: the data-parallel processes, one-dimensional; by default all.
 
     Raises:
@@ -146,7 +144,7 @@ def shard_model(model: nn.Module, mesh: DeviceMesh, **options) -> nn.Module:
     another, and the rest one more. Tables that [`shard_gate_tables`] has cut stay as they are.
 
     Args:
-        model: an EG-MLA model, the same on all processes.
+        model: an EG-MLA model; process 0's weights and buffers count, as with DDP.
         mesh: the data-parallel processes, one-dimensional.
         options: of `torch.distributed.fsdp.fully_shard`, such as `mp_policy` and `reshard_after_forward`.
 
@@ -154,9 +152,13 @@ def shard_model(model: nn.Module, mesh: DeviceMesh, **options) -> nn.Module:
         The same model.
     """
     tables = [m.kv_gate_embed for m in model.modules() if isinstance(m, TokenGate) and m.kv_gate != "none"]
-    cut = {table.weight for table in tables if isinstance(table, ShardedEmbedding)}
+    whole = [table for table in tables if not isinstance(table, ShardedEmbedding)]
+    cut = {parameter for parameter in model.parameters() if isinstance(parameter, DTensor)}
+    for tensor in [*model.parameters(), *model.buffers()]:
+        if tensor not in cut:
+            dist.broadcast(tensor.data, group=mesh.get_group(), group_src=0)
     layers = [module for module in model.modules() if isinstance(module, EGMLADecoderLayer)]
-    for module in [*(table for table in tables if table.weight not in cut), *layers, model]:
+    for module in [*whole, *layers, model]:
         fully_shard(module, mesh=mesh, ignored_params=cut, **options)
     return model
 
