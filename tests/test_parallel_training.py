@@ -64,18 +64,24 @@ def make_optimizer(model):
 
 
 def train(model, optimizer, scheduler, steps, rank=None):
-    """Token-weighted AdamW steps with clipping: of one process of several, or of one process on everybody's batches."""
+    """
+    Token-weighted AdamW steps with clipping, of one process of several or of one on everybody's batches, from buffers
+    that are filled again. Returns the norms of the gradients.
+    """
+    buffers, norms = {}, []
     for step in steps:
         mine = step if rank is None else [step[rank]]
         tokens = sum((ids.shape[1] - 1) * ids.shape[0] for ids in step)
         for ids in mine:
+            ids = buffers.setdefault(ids.shape, torch.empty_like(ids)).copy_(ids)
             loss = model(input_ids=ids, labels=ids, num_items_in_batch=tokens).loss
             (loss if rank is None else loss * len(step)).backward()
-        norm = parallel.clip_grad_norm_(model.parameters(), 0.5)
-        assert norm > 0.5, "nothing was clipped"
+        norms.append(parallel.clip_grad_norm_(model.parameters(), 0.5))
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step()
+    assert min(norms) > 0.5, "nothing was clipped"
+    return torch.stack(norms)
 
 
 def assert_same_weights(actual, expected, atol, head=(3, 8)):
@@ -96,7 +102,7 @@ def check_own_loop(engine, dtype, atol, changes):
     mesh = init_device_mesh("cpu", (processes,))
     steps = batches(processes)
     single = tiny_model(**changes).to(dtype).train()
-    train(single, *make_optimizer(single), steps)
+    norms = train(single, *make_optimizer(single), steps)
 
     model = tiny_model(**changes, seed=rank).to(dtype).train()  # the first process's weights count
     if "columns" in engine:
@@ -107,8 +113,9 @@ def check_own_loop(engine, dtype, atol, changes):
     if "checkpointing" in engine:
         model.gradient_checkpointing_enable()
     wrapped = DistributedDataParallel(model) if "ddp" in engine else parallel.shard_model(model, mesh)
-    optimizer, scheduler = make_optimizer(model)
-    train(wrapped, optimizer, scheduler, steps, rank)
+    if engine == "fsdp":
+        assert all(isinstance(layer.self_attn.kv_gate_embed, FSDPModule) for layer in model.model.layers)
+    torch.testing.assert_close(train(wrapped, *make_optimizer(model), steps, rank), norms, atol=atol, rtol=atol)
     weights = parallel.full_state_dict(model)
     if rank == 0:
         assert_same_weights(weights, single.state_dict(), atol)
