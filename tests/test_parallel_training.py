@@ -74,7 +74,7 @@ def train(model, optimizer, scheduler, steps, rank=None):
         tokens = sum((ids.shape[1] - 1) * ids.shape[0] for ids in step)
         for ids in mine:
             ids = buffers.setdefault(ids.shape, torch.empty_like(ids)).copy_(ids)
-            loss = model(input_ids=ids, labels=ids, num_items_in_batch=tokens).loss
+            loss = model(input_ids=ids, labels=ids, num_items_in_batch=tokens, use_cache=False).loss
             (loss if rank is None else loss * len(step)).backward()
         norms.append(parallel.clip_grad_norm_(model.parameters(), 0.5))
         optimizer.step()
