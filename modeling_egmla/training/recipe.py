@@ -131,7 +131,8 @@ class TrainingRecipe:
 @dataclass
 class GateTablesRecipe:
     """
-    The parameter group of the gate tables. `learning_rate` None means that of the rest.
+    The parameter group of the gate tables. `learning_rate` None means that of the rest. `parallel`: each of W processes
+    holds and trains `kv_gate_dim` / W columns of every table, where else each holds all of them (docs/parallel.md).
 
     Weight decay is off by default: AdamW shrinks every row at every step, but only rows whose token occurs get a
     gradient against it, so the gates of rare tokens would fade, and with them those tokens' keys and values.
@@ -139,6 +140,7 @@ class GateTablesRecipe:
 
     learning_rate: float | None = positive(default=None)
     weight_decay: float = 0.0
+    parallel: bool = False
 
 
 @strict
@@ -162,6 +164,10 @@ class Recipe:
             return
         if self.model.path is None:
             raise ValueError("`lora` adapts a trained model: `model.path` must say which.")
+        if self.gate_tables.parallel:
+            raise ValueError(
+                "`gate_tables.parallel` cuts tables that are trained; with `lora` they are not: leave it out."
+            )
         if importlib.util.find_spec("peft") is None:
             raise ValueError("`lora` needs peft, which the extra 'train' installs: pip install 'egmla[train]'")
         from peft import LoraConfig

@@ -16,7 +16,6 @@ from transformers import (
     AutoTokenizer,
     GenerationConfig,
     PreTrainedTokenizerBase,
-    Trainer,
     TrainerState,
     TrainingArguments,
     default_data_collator,
@@ -29,6 +28,7 @@ from ..configuration_egmla import EGMLAConfig
 from ..conversion.folders import write_whole
 from ..modeling_egmla import EGMLAForCausalLM
 from .data import bits_per_byte, load_documents, pack_documents, split_documents, train_tokenizer, unigram_loss
+from .parallel import full_state_dict
 from .plot import plot_runs
 from .recipe import ModelRecipe, Recipe, RecipeError, TrainingRecipe, load_recipe
 from .trainer import EGMLATrainer, JSONLinesLog, mean_token_loss, token_losses
@@ -111,8 +111,8 @@ def build_arguments(recipe: TrainingRecipe, sequence_length: int) -> TrainingArg
     The recipe in the terms of Trainer.
 
     Raises:
-        RecipeError: `batch_tokens` is not a whole number of forward passes of all processes, or a setting of the
-            schedule or of `arguments` cannot work.
+        RecipeError: `batch_tokens` is not a whole number of forward passes of all processes, a setting of the schedule
+            or of `arguments` cannot work, or FSDP is asked for on a CPU.
     """
     pass_tokens = recipe.sequences_per_device * sequence_length * int(os.environ.get("WORLD_SIZE", "1"))
     if recipe.batch_tokens % pass_tokens:
@@ -144,6 +144,7 @@ def build_arguments(recipe: TrainingRecipe, sequence_length: int) -> TrainingArg
         "disable_tqdm": not sys.stderr.isatty(),  # a bar in a terminal, lines in a file
         # Without it, several processes on a CPU would each train a copy of their own.
         "use_cpu": not torch.accelerator.is_available(),
+        "ddp_find_unused_parameters": False,  # every weight is used in every pass
     }
     try:
         arguments = TrainingArguments(**{**values, **recipe.arguments})
@@ -154,16 +155,22 @@ def build_arguments(recipe: TrainingRecipe, sequence_length: int) -> TrainingArg
         get_scheduler(recipe.schedule, optimizer, recipe.warmup_steps, recipe.steps or 1, recipe.schedule_arguments)
     except (TypeError, ValueError) as error:
         raise RecipeError(f"`training.schedule_arguments`: {error}") from error
+    if arguments.use_cpu and (arguments.fsdp or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"):
+        raise RecipeError(
+            "`training.arguments.fsdp`: on a CPU Trainer would silently replicate the model instead. Leave it out, or "
+            "call modeling_egmla.training.parallel.shard_model in a loop of your own."
+        )
     return arguments
 
 
-def save_final(trainer: Trainer, tokenizer, recipe: Recipe, folder: Path) -> None:
+def save_final(trainer: EGMLATrainer, tokenizer, recipe: Recipe, folder: Path) -> None:
     """
     Saves model, tokenizer and generation_config; with LoRA, the adapter in `adapter/` and the model with the adapter
     merged into it, which the trainer holds from then on. Weights are stored in `training.save_dtype`; config.json
     keeps the dtype that was computed in, and loading returns to it. Ids that no token has are never sampled.
     """
-    state_dict = trainer.accelerator.get_state_dict(trainer.model)
+    gather = full_state_dict if trainer.cuts_tables else trainer.accelerator.get_state_dict
+    state_dict = gather(trainer.model)
     model = trainer.accelerator.unwrap_model(trainer.model)
     if recipe.lora is not None:
         if trainer.is_world_process_zero():
