@@ -141,7 +141,7 @@ class TokenGate(nn.Module):
                 else nn.Identity()
             )
 
-    def precompute_kv_gates(self) -> None:
+    def precompute_kv_gates(self, dtype: torch.dtype | None = None) -> None:
         """Computes the gates of all ids now; see [`EGMLAPreTrainedModel.precompute_kv_gates`]."""
         if self.kv_gate == "none":
             return
@@ -149,6 +149,8 @@ class TokenGate(nn.Module):
             raise ValueError(NEEDS_GATES_FILE)
         self._original_rows()  # raises where they are gone
         self.precomputes_kv_gates = True
+        if dtype is not None and dtype != self.kv_gate_placement.dtype:
+            self.kv_gate_placement, self._kv_gate_table = Placement(self.kv_gate_placement.where, dtype), None
         self._current_gate_table()
 
     def release_kv_gates(self) -> None:

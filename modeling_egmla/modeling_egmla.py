@@ -455,7 +455,7 @@ class EGMLAModel(EGMLAPreTrainedModel):
             position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + past_seen_tokens
             position_ids = position_ids.unsqueeze(0)
 
-        self.bring_kv_gates(token_ids, cache)
+        self.bring_kv_gates((layer.self_attn for layer in self.layers), token_ids, cache)
         causal_mask = create_causal_mask(
             config=self.config,
             inputs_embeds=inputs_embeds,

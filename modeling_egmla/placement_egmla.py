@@ -5,7 +5,7 @@ docs/placement.md says what to choose when; tables, files and pools of rows are 
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -102,7 +102,7 @@ class EGMLAGatePlacement:
             return gates
         raise ValueError("This model has no gates (`kv_gate='none'`), so there are no tables to place or save.")
 
-    def precompute_kv_gates(self) -> None:
+    def precompute_kv_gates(self, dtype: str | torch.dtype | None = None) -> None:
         """
         Computes the gates of all ids, so that they are looked up and not projected (EG-MLA-A in the paper).
 
@@ -112,11 +112,16 @@ class EGMLAGatePlacement:
         parameters changed, moved or were resized. Layers whose gate modules are wrapped by an adapter, quantised or
         offloaded go on projecting.
 
+        Args:
+            dtype: as in `place_kv_gates`.
+
         Raises:
-            ValueError: the tables were narrowed before, or are memory-mapped, where a file is wanted.
+            ValueError: the tables were narrowed before, or are memory-mapped, where a file is wanted; `dtype` cannot
+                be.
         """
+        row_dtype = find_dtype(dtype)
         for gate in self._token_gates():
-            gate.precompute_kv_gates()
+            gate.precompute_kv_gates(row_dtype)
 
     def release_kv_gates(self) -> None:
         """Frees what [`~EGMLAPreTrainedModel.precompute_kv_gates`] computed."""
@@ -225,15 +230,15 @@ class EGMLAGatePlacement:
         pool = self.base_model.kv_gate_pool
         return GateStatistics(**sizes, **(pool.statistics() if pool is not None else {}))
 
-    def bring_kv_gates(self, token_ids: torch.Tensor, cache) -> None:
+    def bring_kv_gates(self, gates: Iterable[TokenGate], token_ids: torch.Tensor, cache) -> None:
         """
-        Brings the gate rows to the device that a forward pass looks up: of new tokens and, where the cache holds
-        latents, of the history.
+        Brings the rows to the device that `gates` look up in a forward pass of the decoder: of new tokens and, where
+        the cache holds latents, of the history.
         """
-        pool = self.base_model.kv_gate_pool
+        pool = self.kv_gate_pool
         if pool is None or torch.compiler.is_compiling():
             return
-        tables = [table for gate in self._token_gates() if (table := gate.pooled_table()) is not None]
+        tables = [table for gate in gates if (table := gate.pooled_table()) is not None]
         if getattr(cache, "holds_latents", False) and cache.token_ids is not None:
             token_ids = torch.cat((cache.token_ids.to(token_ids.device).flatten(), token_ids.flatten()))
         pool.admit(token_ids, tables)
