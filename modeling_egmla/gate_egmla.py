@@ -193,10 +193,17 @@ class TokenGate(nn.Module):
         """Returns the gates of `token_ids`, [..., D]."""
         table = self._gate_table()
         if table is None:
-            return project(self.kv_gate_proj, self.kv_gate_embed(token_ids))
+            return project(self.kv_gate_proj, self._rows(token_ids))
         if isinstance(table, PlacedTable):
             return table.look_up(token_ids, self.kv_gate_proj.weight.dtype)
         return F.embedding(token_ids, table)
+
+    def _rows(self, token_ids: torch.Tensor) -> torch.Tensor:
+        embed = self.kv_gate_embed
+        if type(embed) is nn.Embedding and embed.weight.device not in (token_ids.device, torch.device("meta")):
+            # Moved by hand, or left on the host by accelerate (`_no_placement_params`).
+            return embed(token_ids.to(embed.weight.device)).to(token_ids.device)
+        return embed(token_ids)
 
     @property
     def lacks_table(self) -> bool:
@@ -215,7 +222,8 @@ class TokenGate(nn.Module):
             return None
         table = self._gate_table()
         table = self.kv_gate_embed.table if table is None else table
-        return (table, self.kv_gate_embed.like.device) if table.pool is not None else None
+        device = self.kv_gate_embed.like.device
+        return (table, device) if table.pool is not None and device.type != "meta" else None
 
     def gate_kv(self, kv_features: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
         """Gates up-projected latents [..., D] by their tokens' ids and normalises the result over all heads."""

@@ -245,14 +245,21 @@ class PlacedTable:
         self.pool, self.mapped, self.is_narrowed = pool, mapped, is_narrowed
 
     @classmethod
-    def empty(cls, shape: tuple[int, int], dtype: torch.dtype, device: torch.device, **kwargs) -> "PlacedTable":
-        """Room to [`~PlacedTable.write`] a table into, page-locked where it is on the host of a CUDA device."""
-        pins = device.type == "cpu" and torch.cuda.is_available()
+    def empty(
+        cls,
+        shape: tuple[int, int],
+        dtype: torch.dtype,
+        device: torch.device,
+        pool: "GateRowPool | None" = None,
+        **kwargs,
+    ) -> "PlacedTable":
+        """Room to [`~PlacedTable.write`] a table into; page-locked if it is to lend rows to a CUDA device."""
+        pins = pool is not None and device.type == "cpu" and torch.cuda.is_available()
         values = torch.empty(shape, dtype=dtype, device=device, pin_memory=pins)
         scales = None
         if dtype == torch.int8:
             scales = torch.empty((shape[0], 1), dtype=torch.float32, device=device, pin_memory=pins)
-        return cls(values, dtype, scales, **kwargs)
+        return cls(values, dtype, scales, pool=pool, **kwargs)
 
     def write(self, start: int, rows: torch.Tensor) -> None:
         values, scales = narrow(rows, self.dtype)
@@ -410,6 +417,8 @@ class _DevicePool:
             with torch.cuda.stream(self.stream):
                 for shelf, rows in zip(self._streams(self.shelves[table]), self._bring(table, token_ids)):
                     shelf.index_copy_(0, slots, rows)
+                    if self.stream is not None:
+                        shelf.record_stream(self.stream)
                 if self.stream is not None:
                     slots.record_stream(self.stream)
                     self.arrived[table] = self.stream.record_event()

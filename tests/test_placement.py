@@ -205,6 +205,23 @@ def test_loading_without_building_the_tables(make_model, tmp_path, placement, dt
         decoder(IDS)
 
 
+@pytest.mark.parametrize("placement", ["host", "mmap"])
+def test_offloaded_layers(folder, tmp_path, placement):
+    """Layers that accelerate keeps on the host or the disk, buffers included, work beside placed tables."""
+    accelerate = pytest.importorskip("accelerate")
+    expected = logits(EGMLAForCausalLM.from_pretrained(folder))
+    for offload_buffers in (False, True):
+        model = placed(folder, placement, pool_rows=9)
+        accelerate.cpu_offload(model, offload_buffers=offload_buffers)
+        assert torch.equal(logits(model), expected)
+    parts = dict.fromkeys(("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"), "cpu")
+    device_map = {**parts, "model.layers.0": "cpu", "model.layers.1": "disk"}
+    model = EGMLAForCausalLM.from_pretrained(
+        folder, device_map=device_map, offload_folder=tmp_path / "offload", kv_gates={"placement": placement}
+    )
+    assert torch.equal(logits(model), expected)
+
+
 def test_device_map_does_not_see_placed_tables(make_model, tmp_path):
     """`device_map="auto"` makes no room for placed tables, since no device holds them even while loading."""
     make_model(vocab_size=1000, kv_gate_dim=300).save_pretrained(tmp_path)
