@@ -5,7 +5,7 @@ What gate tables in bfloat16 and int8 cost: change of a model's logits and loss 
     python benchmarks/narrow_tables.py egmla-base-kv64-emb256 ids.pt
 
 A folder or Hub id is loaded in float32 with its tokenizer, and reads a text; a preset gets random weights and reads
-saved token ids. Printed are the relative change of the logits, ||a - b|| / ||b||, the largest change of one, the share of
+saved token ids. Printed: relative change of the logits, ||a - b|| / ||b||, the largest change of one, the share of
 positions whose likeliest token stays, and the loss before and after.
 """
 
