@@ -263,3 +263,6 @@ class EGMLAGatePlacement:
             if os.path.dirname(os.path.realpath(path)) == os.path.realpath(save_directory):
                 raise ValueError(f"Gate tables are mapped from {path}, so {save_directory} cannot be written over.")
         return super().save_pretrained(save_directory, *args, **kwargs)
+
+
+__all__ = ["EGMLAGatePlacement", "GateStatistics"]

@@ -4,8 +4,10 @@ import copy
 import io
 import shutil
 
+import minihub
 import pytest
 import torch
+from minihub import MiniHub
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, CompileConfig
 
 from modeling_egmla import EGMLACache, EGMLAForCausalLM, EGMLAModel
@@ -205,6 +207,24 @@ def test_loading_without_building_the_tables(make_model, tmp_path, placement, dt
         decoder(IDS)
 
 
+def test_tables_of_a_model_on_the_hub(make_model, tmp_path, monkeypatch):
+    """Tables are mapped from the Hub's cache, at the revision that is asked for, and without network afterwards."""
+    make_model().save_pretrained(tmp_path / "model", max_shard_size="10KB")
+    make_model(seed=1).save_pretrained(tmp_path / "other")
+    with MiniHub(tmp_path / "server") as server:
+        minihub.use_hub(monkeypatch, server, tmp_path / "cache")
+        first = server.publish("tester/tiny", tmp_path / "model").refs["refs/heads/main"]
+        for settings in ({}, {"revision": first}, {"revision": first, "local_files_only": True}):
+            model = EGMLAForCausalLM.from_pretrained("tester/tiny", kv_gates={"placement": "mmap"}, **settings)
+            assert torch.equal(logits(model), logits(EGMLAForCausalLM.from_pretrained(tmp_path / "model")))
+        ordinary = EGMLAForCausalLM.from_pretrained("tester/tiny")
+        ordinary.place_kv_gates("mmap")
+        assert torch.equal(logits(ordinary), logits(model))
+        with pytest.raises(ValueError, match="changed since"):
+            ordinary.place_kv_gates("mmap", checkpoint=tmp_path / "other")
+    assert "cache" in str(model.model.layers[0].self_attn.kv_gate_embed.table.mapped.path)
+
+
 @pytest.mark.parametrize("placement", ["host", "mmap"])
 def test_offloaded_layers(folder, tmp_path, placement):
     """Layers that accelerate keeps on the host or the disk, buffers included, work beside placed tables."""
@@ -349,8 +369,10 @@ def test_precomputed_gates_on_the_host_are_never_stale(folder):
             layer.self_attn.kv_gate_proj.weight.mul_(-1.5)
     after = logits(model)
     assert not torch.allclose(after, before)
+    assert model.kv_gate_statistics().pool == 97 * 2 * 54 * 4
     model.release_kv_gates()
     torch.testing.assert_close(logits(model), after, atol=1e-5, rtol=0)
+    assert model.kv_gate_statistics().pool == 97 * 2 * 12 * 4, "rows that are looked up no more are let go"
 
 
 def test_gates_of_another_model_are_refused(folder, tmp_path):
