@@ -79,6 +79,32 @@ def test_generate(egmla, folder):
     assert numbers(static, "latents and rotary keys") == numbers(dynamic, "latents and rotary keys")
 
 
+@pytest.mark.parametrize("gates", ["projected", "precomputed"])
+@pytest.mark.parametrize("placement", ["device", "host", "mmap"])
+def test_generate_with_placed_gates(egmla, folder, tmp_path, placement, gates):
+    """Gate tables go where they are told, the text stays the same, and the table shows bytes and where they are."""
+    arguments = ["generate", "My fellow", "--model", folder, "-n", 7, "--greedy"]
+    placed = [*arguments, "--gates", gates, "--placement", placement]
+    if placement != "device":
+        placed += ["--pool-rows", 5]
+    if (placement, gates) == ("mmap", "precomputed"):
+        placed += ["--gates-file", tmp_path / "gates"]
+    row = 2 * 4 * (54 if gates == "precomputed" else 12)  # two layers, float32
+    source = 2 * 4 * 12 if gates == "precomputed" else 0
+    where = {"device": "on the device", "host": "on the host", "mmap": "in a file"}[placement]
+    for _ in range(2):  # the second time the file is there
+        output = egmla(*placed)
+        assert output.splitlines()[0] == egmla(*arguments).splitlines()[0]
+        assert numbers(output, where)[0] == f"{257 * (row + source):,}"
+        assert all(len(line.rstrip()) <= 80 for line in output.splitlines())
+    if placement != "device":
+        assert numbers(output, "rows on the device, 5 of 5")[0] == f"{5 * row:,}"
+        assert "brought there" in output
+    if placement == "host":
+        narrow = egmla(*placed, "--tables-dtype", "int8")
+        assert numbers(narrow, "on the host")[0] == f"{257 * (row // 4 + 2 * 4 + source):,}"
+
+
 def test_generate_samples_by_seed(egmla, folder):
     """The same seed draws the same text, another seed another; the prompt can come from standard input."""
     first, again, other = (
@@ -257,6 +283,10 @@ def test_recipes_are_found_by_name(tmp_path):
         (["generate", "", "--model", "FOLDER"], "at least one word"),
         (["generate", "x", "--model", "FOLDER", "-n", "1000"], "lower --max-new-tokens"),
         (["generate", "x", "--model", "FOLDER", "--device", "nowhere"], "--device nowhere"),
+        (["generate", "x", "--model", "FOLDER", "--pool-rows", "9"], "--placement host or mmap"),
+        (["generate", "x", "--model", "FOLDER", "--gates-file", "x"], "--gates precomputed --placement mmap"),
+        (["generate", "x", "-m", "FOLDER", "--gates", "precomputed", "--placement", "mmap"], "--gates-file"),
+        (["plan", BASE, "--pool-rows", "9"], "--placement host or mmap"),
         (["plan", "nothing"], "egmla plan --list"),
         (["plan", "mla-base-kv256", "--gates", "precomputed"], "without gate tables"),
         (["plan", "--plot", "FOLDER/plan.xyz"], "xyz"),
@@ -280,6 +310,7 @@ def test_other_models_are_refused(egmla, tmp_path):
     """A model of another family is named as such."""
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     assert "type llama" in egmla("plan", tmp_path, exit_code=1)
+    assert "type llama" in egmla("generate", "x", "-m", tmp_path, "--placement", "host", exit_code=1)
 
 
 def test_debug_shows_where_errors_are_from(monkeypatch):
