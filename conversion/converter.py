@@ -6,6 +6,7 @@ views in between change what has to change (see `weights.py`). Tensors pass one 
 """
 
 import json
+import math
 import re
 import shutil
 from collections.abc import Callable, Sequence
@@ -19,6 +20,7 @@ from transformers import GenerationConfig
 from transformers.dynamic_module_utils import custom_object_save
 
 from ..configuration_egmla import EGMLAConfig
+from ..plan import count_parameters
 from .checking import (
     EXACT_THRESHOLD,
     ROUNDED_THRESHOLD,
@@ -46,7 +48,15 @@ from .layouts import (
     read_raw_config,
     write_config,
 )
-from .stages import GateStart, LatentStart, LlamaStart, read_windows, start_from_llama, start_gate
+from .stages import (
+    GateStart,
+    LatentStart,
+    LlamaStart,
+    planned_config,
+    read_windows,
+    start_from_llama,
+    start_gate,
+)
 from .verify import check_kernels
 from .vocabulary import complete_generation_config, load_tokenizer
 from .weights import (
@@ -58,6 +68,7 @@ from .weights import (
     layer_pattern,
     match_tensors,
     source_weights,
+    with_config,
     with_dtypes,
     with_own_head,
     with_rotary_pairs,
@@ -299,6 +310,64 @@ def convert(
     return report
 
 
+@dataclass(frozen=True)
+class ConversionPlan:
+    """
+    What a conversion would give, before any work.
+
+    Attributes:
+        source_parameters: parameters of the source.
+        source_cache: elements that it caches for one token in all layers.
+        config: of the result.
+    """
+
+    source_parameters: int
+    source_cache: int
+    config: EGMLAConfig
+
+
+def plan_conversion(
+    source: str | Path,
+    *,
+    revision: str | None = None,
+    layout: str | None = None,
+    config_file: str | Path | None = None,
+    latent: LatentStart | None = None,
+    gates: GateStart | None = None,
+) -> ConversionPlan:
+    """
+    Plans a conversion by the source's config.json alone; arguments as in [`convert`].
+
+    Raises:
+        ConversionError: the source cannot be converted so.
+        HubError: the source is no folder, and the Hub does not give it.
+    """
+    source = _source_folder(source, revision, config_only=True)
+    source_layout, raw_config = _source_layout(source, layout, config_file)
+    gates = gates or GateStart()
+    if source_layout.name == "llama":
+        theirs = read_llama_config(raw_config)
+        if latent is None or latent.width is None:
+            raise ConversionError(
+                "A plan needs the width of the latent (--latent): by energy, only calibration tells."
+            )
+        config = planned_config(theirs, latent, gates)
+        parameters = sum(math.prod(shape) for shape in llama_tensors(theirs).values())
+        cache = 2 * theirs.num_key_value_heads * theirs.head_dim * theirs.num_hidden_layers
+    else:
+        if latent is not None:
+            raise ConversionError(
+                f"A latent is for models of the Llama form, and layout {source_layout.name} has one."
+            )
+        config, _ = read_config(source_layout, source, raw_config)
+        parameters, cache = count_parameters(config).total, config.cache_elements_per_token
+    if gates.kind != "none":
+        if config.kv_gate != "none":
+            raise ConversionError(f"The source has gates already (`kv_gate` is {config.kv_gate!r}).")
+        config = with_config(config, kv_gate=gates.kind, kv_gate_dim=gates.dim, kv_gate_norm=gates.norm)
+    return ConversionPlan(parameters, cache, config)
+
+
 def _tell_latent(made: LlamaStart) -> str:
     """What a latent keeps of a model of the Llama form."""
     kept = ", ".join(f"{index}: {count}" for index, count in enumerate(made.counts) if count)
@@ -342,7 +411,7 @@ def _finite(name: str, tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _source_folder(source: str | Path, revision: str | None) -> Path:
+def _source_folder(source: str | Path, revision: str | None, config_only: bool = False) -> Path:
     """The folder of a source, fetched if it is the id of a model on the Hub."""
     from . import hub
 
@@ -354,7 +423,7 @@ def _source_folder(source: str | Path, revision: str | None) -> Path:
         return Path(source)
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(source), re.ASCII) or str(source).startswith("."):
         raise ConversionError(f"{source} is neither a folder nor, as owner/name, the id of a model on the Hub.")
-    return hub.fetch_checkpoint(str(source), revision)
+    return hub.fetch_checkpoint(str(source), revision, config_only)
 
 
 def _source_layout(source: Path, layout: str | None, config_file: str | Path | None) -> tuple[Layout, dict[str, Any]]:
