@@ -161,6 +161,10 @@ class TextScore:
     loss: float
     divergence: float
 
+    @property
+    def perplexity(self) -> float:
+        return math.exp(min(self.loss, 700.0))
+
 
 @torch.no_grad()
 def score_text(model, source_model, windows: torch.Tensor) -> TextScore:

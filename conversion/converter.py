@@ -6,9 +6,10 @@ views in between change what has to change (see `weights.py`). Tensors pass one 
 """
 
 import json
+import math
 import re
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -19,6 +20,7 @@ from transformers import GenerationConfig
 from transformers.dynamic_module_utils import custom_object_save
 
 from ..configuration_egmla import EGMLAConfig
+from ..plan import count_parameters
 from .checking import (
     EXACT_THRESHOLD,
     ROUNDED_THRESHOLD,
@@ -46,7 +48,15 @@ from .layouts import (
     read_raw_config,
     write_config,
 )
-from .stages import GateStart, LatentStart, LlamaStart, read_windows, start_from_llama, start_gate
+from .stages import (
+    GateStart,
+    LatentStart,
+    LlamaStart,
+    planned_config,
+    read_windows,
+    start_from_llama,
+    start_gate,
+)
 from .verify import check_kernels
 from .vocabulary import complete_generation_config, load_tokenizer
 from .weights import (
@@ -58,6 +68,7 @@ from .weights import (
     layer_pattern,
     match_tensors,
     source_weights,
+    with_config,
     with_dtypes,
     with_own_head,
     with_rotary_pairs,
@@ -195,38 +206,14 @@ def convert(
         report.notes.append(f"settings of the source that EG-MLA has no counterpart for: {', '.join(unread)}")
 
     checkpoint = Checkpoint(source, source_layout.checkpoint_key, read_fp8(source_layout, raw_config, dtype))
-    bases, made = None, None
+    text = (calibration, calibration_tokens)
     if source_layout.name == "llama":
-        theirs = read_llama_config(raw_config)
-        known = llama_tensors(theirs)
-        names_in_source = {name: name for name in known}
-        report.inventory = match_tensors(
-            checkpoint, source_layout, names_in_source, known, theirs.tie_word_embeddings, drop
-        )
-        windows = read_windows(calibration, calibration_tokens, source, theirs)
-        input_ids = check_ids(theirs.vocab_size, theirs.max_position_embeddings)
-
-        def dtype_of(name: str) -> torch.dtype:
-            return dtype or checkpoint.tensors[name].dtype
-
-        made = start_from_llama(checkpoint, theirs, latent, gates, windows, input_ids, dtype_of, staged)
-        weights, report.stages = made.weights, made.stages
-        report.notes.append(_tell_latent(made))
-        _check_rise(made.stages, max_rise)
+        checked = (EXACT_LLAMA_THRESHOLD if threshold is None else threshold) if check else None
+        result = _from_llama(checkpoint, raw_config, latent, gates, text, drop, dtype, checked, staged, report)
     else:
-        config, scales = read_config(source_layout, source, raw_config)
-        original, report.inventory = source_weights(checkpoint, source_layout, config, scales, drop, dtype)
-        weights, known = original, expected_tensors(original.config)
-        if gate != "none":
-            wide = source_weights(checkpoint, source_layout, config, scales, drop, torch.float32)[0]
-            # Calibration builds a model at each stage, so that bases are worth their memory.
-            bases = Bases(wide, keep=calibration is not None) if gate_norm == "layer_norm" else None
-            windows = None if calibration is None else read_windows(calibration, calibration_tokens, source, config)
-            weights, report.stages = start_gate(wide, gates, bases, windows, report.notes)
-            weights = with_dtypes(weights, lambda name: original.dtype(stands_for(name)))
-            _check_rise(report.stages, max_rise)
-        elif calibration is not None:
-            raise ConversionError("Calibration text is for a start with a gate: give --gate multiply too.")
+        result = _from_mla(checkpoint, source_layout, raw_config, gates, text, drop, dtype, report)
+    _check_rise(report.stages, max_rise)
+    weights, bases = result.weights, result.bases
     weights = _for_layout(weights, target_layout, rope_layout)
     written_config = write_config(target_layout, weights.config)
     lost = not_written(target_layout, weights.config) if target_layout.name != "egmla" else []
@@ -238,25 +225,15 @@ def convert(
     empty = {
         theirs: torch.empty(shapes[name], dtype=weights.dtype(name), device="meta") for theirs, name in names.items()
     }
-    report.new = tuple(sorted({layer_pattern(name) for name in shapes if name not in known}))
+    report.new = tuple(sorted({layer_pattern(name) for name in shapes if name not in result.known}))
     report.tensors = len(names)
     report.dtypes = tuple(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in empty.values()}))
 
-    if check and made is not None:
-        report.comparison = compare(
-            made.exact, made.reference, EXACT_LLAMA_THRESHOLD if threshold is None else threshold
-        )
-        if not report.comparison.passed:
-            raise CheckFailed(
-                "The MLA model that keeps all of the source does not agree with it, so the source computes something "
-                f"that the Llama form does not: {report.comparison}. Nothing was written."
-            )
-        reference = build_model(weights)(input_ids, use_cache=False).logits.detach()
-    elif check and reference_logits is not None:
+    if check and reference_logits is not None:
         input_ids, reference = read_reference(Path(reference_logits))
     elif check:
-        input_ids = check_ids(config.vocab_size, config.max_position_embeddings)
-        reference = folder_logits(source, source_layout, checkpoint, raw_config, input_ids)
+        input_ids = check_ids(weights.config.vocab_size, weights.config.max_position_embeddings)
+        reference = result.logits(input_ids)
 
     with new_folder(target, force) as folder:
         done = iter(range(1, len(names) + 1))
@@ -285,18 +262,165 @@ def convert(
             else:  # no code runs it: read it back as EG-MLA
                 model = build_model(source_weights(written, target_layout, weights.config)[0])
                 logits = model(input_ids, use_cache=False).logits.detach()
-            if made is not None:
-                written_comparison = compare(logits, reference, EXACT_THRESHOLD)
-            else:
-                if threshold is None and bases is None:
-                    threshold = _default_threshold(checkpoint, report, dtype, empty)
-                written_comparison = report.comparison = compare(logits, reference, threshold)
-            if not written_comparison.passed:
+            if threshold is None and bases is None:
+                threshold = _default_threshold(checkpoint, report, dtype, empty)
+            comparison = compare(logits, reference, threshold if source_layout.name != "llama" else EXACT_THRESHOLD)
+            if not comparison.passed:
                 raise CheckFailed(
-                    f"The converted model does not agree with its source: {written_comparison}. Nothing was written. "
+                    f"The converted model does not agree with its source: {comparison}. Nothing was written. "
                     "If the difference is meant, give --threshold or --no-check."
                 )
+            report.comparison = report.comparison or comparison
     return report
+
+
+@dataclass(frozen=True)
+class _Result:
+    """
+    What a source becomes.
+
+    Attributes:
+        weights: of the model to write.
+        known: tensors that the source has.
+        logits: gives the logits [B, S, V] that the written folder must have, of ids [B, S].
+        bases: of a start with a gate LayerNorm from MLA.
+    """
+
+    weights: Weights
+    known: Collection[str]
+    logits: Callable[[torch.Tensor], torch.Tensor]
+    bases: Bases | None = None
+
+
+def _from_mla(
+    checkpoint: Checkpoint,
+    layout: Layout,
+    raw_config: dict[str, Any],
+    gates: GateStart,
+    text: tuple[str | Path | torch.Tensor | None, int],
+    drop: Sequence[str],
+    dtype: torch.dtype | None,
+    report: Report,
+) -> _Result:
+    """The model of an MLA checkpoint, with gates if asked for; `text` is calibration text and its tokens to use."""
+    config, scales = read_config(layout, checkpoint.folder, raw_config)
+    original, report.inventory = source_weights(checkpoint, layout, config, scales, drop, dtype)
+    weights, bases = original, None
+    if gates.kind != "none":
+        wide = source_weights(checkpoint, layout, config, scales, drop, torch.float32)[0]
+        # Calibration builds a model at each stage, so that bases are worth their memory.
+        bases = Bases(wide, keep=text[0] is not None) if gates.norm == "layer_norm" else None
+        windows = None if text[0] is None else read_windows(*text, checkpoint.folder, config)
+        weights, report.stages = start_gate(wide, gates, bases, windows, report.notes)
+        weights = with_dtypes(weights, lambda name: original.dtype(stands_for(name)))
+    elif text[0] is not None:
+        raise ConversionError("Calibration text is for a start with a gate: give --gate multiply too.")
+
+    def logits(input_ids: torch.Tensor) -> torch.Tensor:
+        return folder_logits(checkpoint.folder, layout, checkpoint, raw_config, input_ids)
+
+    return _Result(weights, expected_tensors(original.config), logits, bases)
+
+
+def _from_llama(
+    checkpoint: Checkpoint,
+    raw_config: dict[str, Any],
+    latent: LatentStart,
+    gates: GateStart,
+    text: tuple[str | Path | torch.Tensor, int],
+    drop: Sequence[str],
+    dtype: torch.dtype | None,
+    threshold: float | None,
+    staged: Callable[[str, TextScore], None],
+    report: Report,
+) -> _Result:
+    """
+    The MLA or EG-MLA model of a checkpoint of the Llama form. With a `threshold`, the MLA model that keeps everything
+    is held to the source's logits first.
+    """
+    theirs = read_llama_config(raw_config)
+    known = llama_tensors(theirs)
+    same = {name: name for name in known}
+    report.inventory = match_tensors(checkpoint, LAYOUTS["llama"], same, known, theirs.tie_word_embeddings, drop)
+    windows = read_windows(*text, checkpoint.folder, theirs)
+    input_ids = check_ids(theirs.vocab_size, theirs.max_position_embeddings)
+
+    def dtype_of(name: str) -> torch.dtype:
+        return dtype or checkpoint.tensors[name].dtype
+
+    made = start_from_llama(checkpoint, theirs, latent, gates, windows, input_ids, dtype_of, staged)
+    report.stages = made.stages
+    report.notes.append(_tell_latent(made))
+    if threshold is not None:
+        report.comparison = compare(made.exact, made.reference, threshold)
+        if not report.comparison.passed:
+            raise CheckFailed(
+                "The MLA model that keeps all of the source does not agree with it, so the source computes something "
+                f"that the Llama form does not: {report.comparison}. Nothing was written."
+            )
+
+    def logits(input_ids: torch.Tensor) -> torch.Tensor:
+        return build_model(made.weights)(input_ids, use_cache=False).logits.detach()
+
+    return _Result(made.weights, known, logits)
+
+
+@dataclass(frozen=True)
+class ConversionPlan:
+    """
+    What a conversion would give, before any work.
+
+    Attributes:
+        source_parameters: parameters of the source.
+        source_cache: elements that it caches for one token in all layers.
+        config: of the result.
+    """
+
+    source_parameters: int
+    source_cache: int
+    config: EGMLAConfig
+
+
+def plan_conversion(
+    source: str | Path,
+    *,
+    revision: str | None = None,
+    layout: str | None = None,
+    config_file: str | Path | None = None,
+    latent: LatentStart | None = None,
+    gates: GateStart | None = None,
+) -> ConversionPlan:
+    """
+    Plans a conversion by the source's config.json alone; arguments as in [`convert`].
+
+    Raises:
+        ConversionError: the source cannot be converted so.
+        HubError: the source is no folder, and the Hub does not give it.
+    """
+    source = _source_folder(source, revision, config_only=True)
+    source_layout, raw_config = _source_layout(source, layout, config_file)
+    gates = gates or GateStart()
+    if source_layout.name == "llama":
+        theirs = read_llama_config(raw_config)
+        if latent is None or latent.width is None:
+            raise ConversionError(
+                "A plan needs the width of the latent (--latent): by energy, only calibration tells."
+            )
+        config = planned_config(theirs, latent, gates)
+        parameters = sum(math.prod(shape) for shape in llama_tensors(theirs).values())
+        cache = 2 * theirs.num_key_value_heads * theirs.head_dim * theirs.num_hidden_layers
+    else:
+        if latent is not None:
+            raise ConversionError(
+                f"A latent is for models of the Llama form, and layout {source_layout.name} has one."
+            )
+        config, _ = read_config(source_layout, source, raw_config)
+        parameters, cache = count_parameters(config).total, config.cache_elements_per_token
+    if gates.kind != "none":
+        if config.kv_gate != "none":
+            raise ConversionError(f"The source has gates already (`kv_gate` is {config.kv_gate!r}).")
+        config = with_config(config, kv_gate=gates.kind, kv_gate_dim=gates.dim, kv_gate_norm=gates.norm)
+    return ConversionPlan(parameters, cache, config)
 
 
 def _tell_latent(made: LlamaStart) -> str:
@@ -312,7 +436,7 @@ def _check_rise(stages: dict[str, TextScore], max_rise: float | None) -> None:
     """Raises if the loss rose by more than `max_rise` from the first stage to the last."""
     if max_rise is None:
         return
-    if not stages:
+    if len(stages) < 2:
         raise ConversionError("The rise of the loss is measured on text: give --calibration too.")
     first, *_, last = stages.values()
     if not last.loss - first.loss <= max_rise:
@@ -342,7 +466,7 @@ def _finite(name: str, tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _source_folder(source: str | Path, revision: str | None) -> Path:
+def _source_folder(source: str | Path, revision: str | None, config_only: bool = False) -> Path:
     """The folder of a source, fetched if it is the id of a model on the Hub."""
     from . import hub
 
@@ -354,7 +478,7 @@ def _source_folder(source: str | Path, revision: str | None) -> Path:
         return Path(source)
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(source), re.ASCII) or str(source).startswith("."):
         raise ConversionError(f"{source} is neither a folder nor, as owner/name, the id of a model on the Hub.")
-    return hub.fetch_checkpoint(str(source), revision)
+    return hub.fetch_checkpoint(str(source), revision, config_only)
 
 
 def _source_layout(source: Path, layout: str | None, config_file: str | Path | None) -> tuple[Layout, dict[str, Any]]:

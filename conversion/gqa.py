@@ -43,7 +43,10 @@ from .weights import Weights
 
 ROPE_TYPES = ("default", "linear", "llama3")  # frequencies that are the same at every length
 ROTARY_CHOICES = ("position", "energy")
-CONSTANT = 1000.0  # of the constant channels, against the root mean square of the others together
+LATENT_CONSTANT = 1000.0  # the latent's constant channel, against the root mean square of the others together
+# The constant channels of a gate's LayerNorm, likewise: their gates are trained, and any imbalance of them shifts all
+# channels, so that a larger constant would be more exact and less stable.
+NORM_CONSTANT = 100.0
 RIDGE = 1e-6  # of second moments, against their mean, so that what calibration never saw is not amplified
 
 
@@ -181,7 +184,7 @@ class LowRank:
     Factors of keys and values: latent = down x, keys and values = up latent.
 
     Attributes:
-        down: [r, E]; latents of calibration text have second moments of one.
+        down: [r, E], orthogonal rows of one length; latents of calibration text have a mean square of one.
         keys: [G, d, r].
         values: [G, d, r].
         kept: share of the weighted energy that the factors keep.
@@ -207,6 +210,7 @@ class JointFactors:
     def __init__(self, layer: GQALayer, rest_keys: torch.Tensor, inputs: torch.Tensor):
         num_kv_heads = len(rest_keys)
         self.sizes = (rest_keys.shape[:2], layer.values.shape[:2])
+        self.inputs = inputs
         root, self.inverse_root = _roots(inputs)
         queries = layer.queries.unflatten(0, (num_kv_heads, -1))
         read_keys = torch.einsum("ghae,ghbe->gab", queries @ inputs, queries)
@@ -230,10 +234,14 @@ class JointFactors:
     def cut(self, rank: int) -> LowRank:
         """Factors of a rank; channels beyond what there is are zero."""
         used = min(rank, len(self.singular))
+        # In an orthonormal basis of the latent no input makes it longer than the input is, also none that the
+        # calibration text did not hold.
+        basis, triangle = torch.linalg.qr((self.right[:used] @ self.inverse_root).T)
+        scale = (used / ((basis.T @ self.inputs) * basis.T).sum()).sqrt()
         down = self.right.new_zeros(rank, self.right.shape[1])
-        down[:used] = self.right[:used] @ self.inverse_root
+        down[:used] = scale * basis.T
         up = self.left.new_zeros(self.left.shape[0], rank)
-        up[:, :used] = self.left[:, :used] * self.singular[:used]
+        up[:, :used] = (self.left[:, :used] * self.singular[:used]) @ triangle.T / scale
         rows = up.split([math.prod(size) for size in self.sizes])
         keys, values = (inv @ r.unflatten(0, size) for inv, r, size in zip(self.unweigh, rows, self.sizes))
         return LowRank(down, keys, values, self.kept()[used - 1].item())
@@ -331,6 +339,23 @@ class GQAPlan:
     norm_channels: bool = False
     length: int = 512
 
+    def check(self, theirs) -> None:
+        """Raises a `ConversionError` if a source with the library config `theirs` cannot become this."""
+        all_rotary = theirs.num_key_value_heads * theirs.head_dim
+        if self.rope_dim % 2 or not 2 <= self.rope_dim <= all_rotary:
+            raise ConversionError(
+                f"The rotary width must be even and from 2 to {all_rotary}, the source's, but is {self.rope_dim}."
+            )
+        if self.latent < 2:
+            raise ConversionError(
+                f"The latent must be 2 or wider, a channel of it being constant, but is {self.latent}."
+            )
+
+
+def full_latent(theirs) -> int:
+    """The narrowest latent that loses nothing of a source with the library config `theirs`, constant channel too."""
+    return 1 + min(2 * theirs.num_key_value_heads * theirs.head_dim, theirs.hidden_size)
+
 
 def mla_config(theirs, plan: GQAPlan, counts: torch.Tensor) -> EGMLAConfig:
     """
@@ -382,16 +407,7 @@ class GQAFactors:
     """
 
     def __init__(self, weights: Callable[[str], torch.Tensor], theirs, inputs: list[torch.Tensor], plan: GQAPlan):
-        num_kv_heads, head_dim = theirs.num_key_value_heads, theirs.head_dim
-        if plan.rope_dim % 2 or not 2 <= plan.rope_dim <= num_kv_heads * head_dim:
-            raise ConversionError(
-                f"The rotary width must be even and from 2 to {num_kv_heads * head_dim}, all of the source's, but is "
-                f"{plan.rope_dim}."
-            )
-        if plan.latent < 2:
-            raise ConversionError(
-                f"The latent must be 2 or wider, a channel of it being constant, but is {plan.latent}."
-            )
+        plan.check(theirs)
         self.weights, self.theirs, self.inputs, self.plan = weights, theirs, inputs, plan
         energies = torch.stack([self._components(layer).energies for layer in range(len(inputs))]).mean(0)
         self.counts = choose_frequencies(
@@ -401,11 +417,6 @@ class GQAFactors:
 
     def layer(self, layer: int) -> GQALayer:
         return GQALayer.read(self.weights, layer, self.theirs.head_dim)
-
-    @property
-    def full_latent(self) -> int:
-        """The narrowest latent that loses nothing, with its constant channel."""
-        return 1 + min(2 * self.theirs.num_key_value_heads * self.theirs.head_dim, self.theirs.hidden_size)
 
     def split(self, layer: int) -> Split:
         return split_rotary(self.layer(layer), self._components(layer), self.counts)
@@ -460,20 +471,22 @@ def _attention(factors: GQAFactors, config: EGMLAConfig, layer: int) -> dict[str
     if factors.plan.norm_channels:
         # No query reads these two: one outweighs all that the LayerNorm measures, the other makes its mean zero.
         queries.insert(1, queries[0].new_zeros(heads, 2, queries[0].shape[2]))
-        size = torch.cat((keys, values), 1).square().sum().sqrt()
+        latents = low.down @ factors.inputs[layer] @ low.down.T
+        features = torch.cat((keys, values), 1).flatten(0, 1)
+        size = ((features @ latents) * features).sum().sqrt()
         extra = keys.new_zeros(heads, 2, rank)
         extra[0, 1] = -(keys.sum((0, 1)) + values.sum((0, 1)))
         keys = torch.cat((keys, extra), 1)
         constants = torch.cat((constants, keys.new_zeros(heads, 2, 1)), 1)
         signs = 1.0 - 2.0 * (torch.arange(heads) % 2)
-        constants[:, -2, 0] = CONSTANT * size / heads**0.5 * signs
+        constants[:, -2, 0] = NORM_CONSTANT * size / heads**0.5 * signs
         constants[min(1, heads - 1), -1, 0] -= constants[:, -2, 0].sum()
     up = torch.cat(
         (torch.cat((keys, constants), 2), torch.cat((values, values.new_zeros(*values.shape[:2], 1)), 2)), 1
     )
 
     zeros = low.down.new_zeros(1, low.down.shape[1])
-    constant = CONSTANT * rank**0.5  # latents have mean squares of one
+    constant = LATENT_CONSTANT * rank**0.5  # the other channels have a mean square of one
     bias = low.down.new_zeros(config.kv_lora_rank + config.qk_rope_head_dim)
     bias[rank] = constant
     norm = low.down.new_full((config.kv_lora_rank,), constant / config.kv_lora_rank**0.5)

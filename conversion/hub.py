@@ -345,7 +345,9 @@ def pull(
     return commit, verified
 
 
-def fetch_checkpoint(repo_id: str, revision: str | None = None, api: HfApi | None = None) -> Path:
+def fetch_checkpoint(
+    repo_id: str, revision: str | None = None, config_only: bool = False, api: HfApi | None = None
+) -> Path:
     """
     Fetches a checkpoint in whatever layout into the cache that all Hugging Face libraries share: weights, as
     safetensors where there are any, and what lies beside them in files of text. Code stays where it is.
@@ -353,6 +355,7 @@ def fetch_checkpoint(repo_id: str, revision: str | None = None, api: HfApi | Non
     Args:
         repo_id: `owner/name`.
         revision: branch, tag or commit; by default `main`.
+        config_only: fetch the config.json and nothing else.
         api: another endpoint or login than that of the environment.
 
     Returns:
@@ -366,6 +369,8 @@ def fetch_checkpoint(repo_id: str, revision: str | None = None, api: HfApi | Non
     api = api or HfApi()
     with plain_errors(f"read {repo_id}", repo_id, revision):
         info = retried(lambda: api.repo_info(repo_id, revision=revision))
+        if config_only:
+            return Path(retried(lambda: api.hf_hub_download(repo_id, "config.json", revision=info.sha))).parent
         names = [sibling.rfilename for sibling in info.siblings if "/" not in sibling.rfilename]
         kinds = [[name for name in names if fnmatch.fnmatch(name, f"*{suffix}")] for suffix in WEIGHT_SUFFIXES]
         weights = next((kind for kind in kinds if kind), None)

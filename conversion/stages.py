@@ -4,16 +4,17 @@ and on. Each is made in stages, and what a stage costs is measured on text that 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import nn
 
+from ..configuration_egmla import EGMLAConfig
 from .checking import TextScore, load_library_model, score_text
 from .checkpoint import Checkpoint, ConversionError
 from .gating import Bases, fit_norms, with_gate
-from .gqa import GQAFactors, GQAPlan, input_moments, mla_weights
+from .gqa import GQAFactors, GQAPlan, full_latent, input_moments, mla_config, mla_weights
 from .vocabulary import load_tokenizer
 from .weights import Weights, build_model
 
@@ -136,6 +137,28 @@ def start_gate(
     return fitted, stages
 
 
+def planned_config(theirs, latent: LatentStart, gate: GateStart) -> EGMLAConfig:
+    """
+    The config of the MLA model that a model with the library config `theirs` becomes, but for which frequencies stay
+    rotary.
+
+    Raises:
+        ConversionError: the shape does not fit the source.
+    """
+    plan = _shape(theirs, latent, gate, latent.width, WINDOW)
+    plan.check(theirs)
+    counts = torch.zeros(theirs.head_dim // 2, dtype=torch.long)
+    counts += plan.rope_dim // 2 // len(counts)
+    counts[: plan.rope_dim // 2 % len(counts)] += 1
+    return mla_config(theirs, plan, counts)
+
+
+def _shape(theirs, latent: LatentStart, gate: GateStart, width: int, length: int) -> GQAPlan:
+    rope_dim = theirs.head_dim // 2 if latent.rope_dim is None else latent.rope_dim
+    norm_channels = gate.kind != "none" and gate.norm == "layer_norm"
+    return GQAPlan(min(width, full_latent(theirs)), rope_dim, latent.rotary, latent.mix, norm_channels, length)
+
+
 @dataclass(frozen=True)
 class LlamaStart:
     """
@@ -193,27 +216,26 @@ def start_from_llama(
         stages[name] = score_text(model, source, measure_on)
         done(name, stages[name])
 
-    def plan(width: int, rope_dim: int, norm_channels: bool = False) -> GQAFactors:
-        shape = GQAPlan(width, rope_dim, latent.rotary, latent.mix, norm_channels, windows.shape[1])
-        return GQAFactors(checkpoint.read, theirs, inputs, shape)
+    def factorise(plan: GQAPlan) -> GQAFactors:
+        return GQAFactors(checkpoint.read, theirs, inputs, plan)
 
     def build(factors: GQAFactors) -> nn.Module:
         return build_model(mla_weights(factors, lambda name: torch.float32))
 
-    rope_dim = theirs.head_dim // 2 if latent.rope_dim is None else latent.rope_dim
-    exact = plan(2, rope_dim).full_latent
-    all_rotary = build(plan(exact, theirs.num_key_value_heads * theirs.head_dim))
-    exact_logits, reference = (model(check_ids, use_cache=False).logits for model in (all_rotary, source))
-    del all_rotary
+    whole, all_rotary = full_latent(theirs), theirs.num_key_value_heads * theirs.head_dim
+    widest = _shape(theirs, latent, GateStart(), whole, windows.shape[1])
+    lossless = build(factorise(replace(widest, rope_dim=all_rotary)))
+    exact, reference = (model(check_ids, use_cache=False).logits for model in (lossless, source))
+    del lossless
 
     score("source", source)
-    few_rotary = plan(exact, rope_dim)
-    score(f"rotary in {rope_dim} channels of {theirs.num_key_value_heads * theirs.head_dim}", build(few_rotary))
+    few_rotary = factorise(widest)
+    score(f"rotary in {widest.rope_dim} channels of {all_rotary}", build(few_rotary))
     kept, width = few_rotary.kept(), latent.width
     if width is None:
         width = 2 + int((kept < latent.energy).sum())
-    width = min(width, exact)
-    factors = plan(width, rope_dim, norm_channels=gate.kind != "none" and gate.norm == "layer_norm")
+    factors = factorise(_shape(theirs, latent, gate, width, windows.shape[1]))
+    width = factors.plan.latent
     model = build(factors)
     norms = [layer.self_attn.kv_a_layernorm for layer in model.model.layers]
     for layer in model.model.layers:
@@ -235,7 +257,7 @@ def start_from_llama(
         name = "gate of one" if fitted is None else "LayerNorm fitted"
         score(name, build_model(with_gate(wide, gate.kind, gate.dim, gate.norm, fitted=fitted)))
     kept_here = kept[min(width - 1, len(kept)) - 1].item()
-    return LlamaStart(weights, stages, exact_logits, reference, kept_here, tuple(factors.counts.tolist()))
+    return LlamaStart(weights, stages, exact, reference, kept_here, tuple(factors.counts.tolist()))
 
 
 class FixedNorm(nn.Module):

@@ -5,6 +5,7 @@ import typer
 from .common import Commands
 from .convert import convert
 from .demo import demo
+from .distill import distill
 from .eval import evaluate
 from .export import export
 from .generate import generate
@@ -44,6 +45,7 @@ app.command("eval")(evaluate)
 app.command()(train)
 app.command()(plot)
 app.command()(convert)
+app.command()(distill)
 app.command()(export)
 app.command()(verify)
 app.command()(push)

@@ -8,16 +8,17 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from .common import Dtype, console
+from .common import Dtype, console, format_bytes, plain_table
 
 
 if TYPE_CHECKING:
-    from ..conversion.converter import Report
+    from ..conversion.checking import TextScore
+    from ..conversion.converter import ConversionPlan, Report
 
 
 def convert(
     source: Annotated[str, typer.Argument(help="Folder with the checkpoint, or its id on the Hub.")],
-    target: Annotated[Path, typer.Argument(help="Folder to make.")],
+    target: Annotated[Path | None, typer.Argument(help="Folder to make; not needed for --plan.")] = None,
     to: Annotated[
         str,
         typer.Option(
@@ -41,6 +42,22 @@ def convert(
         Literal["keep", "halves", "pairs"],
         typer.Option(help="Rotary channels in halves (as in Llama) or in pairs (as in DeepSeek)."),
     ] = "keep",
+    latent: Annotated[
+        int | None,
+        typer.Option(min=2, help="Width of the latent that a model of the Llama form gets; one channel is constant."),
+    ] = None,
+    latent_energy: Annotated[
+        float | None,
+        typer.Option(min=0, max=1, help="In its place, the share of energy of keys and values to keep, e.g. 0.99."),
+    ] = None,
+    rope_dim: Annotated[
+        int | None,
+        typer.Option(min=2, help="Rotary channels that such a model keeps; by default half of a head's."),
+    ] = None,
+    rotary: Annotated[
+        Literal["position", "energy"],
+        typer.Option(help="Which: those that lose most without rotation, or those with most energy."),
+    ] = "position",
     gate: Annotated[
         Literal["none", "multiply", "add"],
         typer.Option(help="Start an EG-MLA model from an MLA model, with a gate that changes nothing at first."),
@@ -52,7 +69,7 @@ def convert(
     ] = "layer_norm",
     calibration: Annotated[
         Path | None,
-        typer.Option(help="Text to fit the gate's LayerNorm on, and to measure loss.", exists=True, dir_okay=False),
+        typer.Option(help="Text to fit latent and LayerNorm on, and to measure loss.", exists=True, dir_okay=False),
     ] = None,
     calibration_tokens: Annotated[int, typer.Option(help="Tokens of that text to use.", min=512)] = 16384,
     drop: Annotated[
@@ -72,6 +89,13 @@ def convert(
             show_default=False,
         ),
     ] = None,
+    max_rise: Annotated[
+        float | None,
+        typer.Option(min=0, help="Largest rise of the loss on held-out text, in nats a token, that passes."),
+    ] = None,
+    plan: Annotated[
+        bool, typer.Option("--plan", help="Only say what cache, parameters and tables the result would have.")
+    ] = False,
     reference_logits: Annotated[
         Path | None,
         typer.Option(
@@ -94,6 +118,13 @@ def convert(
 
         egmla convert minicpm3-egmla start --gate multiply --calibration text.txt
 
+    A model of the Llama form (no biases, no norms of queries and keys) becomes MLA, and with --gate EG-MLA, stage by
+    stage, with the loss of each; what that will cost, --plan says before:
+
+        egmla convert llama start --latent 128 --rope-dim 32 --calibration text.txt --max-rise 1
+
+        egmla convert llama --latent 128 --gate multiply --plan
+
     A model without gates goes back to the library's DeepSeek-V3:
 
         egmla convert model back --to deepseek_v3
@@ -108,9 +139,28 @@ def convert(
     from rich.progress import Progress
     from transformers.utils import logging
 
-    from ..conversion.converter import DTYPES
+    from ..conversion.converter import DTYPES, plan_conversion
     from ..conversion.converter import convert as run
+    from ..conversion.stages import GateStart, LatentStart
 
+    start = None
+    if latent is not None and latent_energy is not None:
+        raise ValueError("--latent and --latent-energy exclude each other.")
+    if latent is not None or latent_energy is not None:
+        start = LatentStart(latent, latent_energy, rope_dim, rotary)
+    if plan:
+        planned = plan_conversion(
+            source,
+            revision=revision,
+            layout=layout,
+            config_file=config,
+            latent=start,
+            gates=GateStart(gate, gate_dim, gate_norm),
+        )
+        console().print(plan_table(planned, "bfloat16" if dtype == "auto" else dtype))
+        return
+    if target is None:
+        raise ValueError("TARGET, the folder to make, is missing.")
     logging.disable_progress_bar()
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("tensors", total=None)
@@ -123,6 +173,7 @@ def convert(
             config_file=config,
             rope_layout=rope,
             dtype=DTYPES.get(dtype),
+            latent=start,
             gate=gate,
             gate_dim=gate_dim,
             gate_norm=gate_norm,
@@ -133,13 +184,50 @@ def convert(
             force=overwrite,
             check=check,
             threshold=threshold,
+            max_rise=max_rise,
             reference_logits=reference_logits,
+            staged=lambda stage, score: bar.console.print(score_line(stage, score), highlight=False),
             progress=lambda done, total: bar.update(task, completed=done, total=total),
         )
     table = Table(title=f"Wrote {target}", show_header=False, box=None, title_justify="left")
     for name, text in report_rows(report).items():
         table.add_row(name, escape(text))
     console().print(table)
+
+
+def score_line(stage: str, score: "TextScore") -> str:
+    """A stage and how it does on held-out text, nats a token."""
+    return (
+        f"{stage}: loss {score.loss:.4f}, perplexity {score.perplexity:,.2f}, divergence from the source "
+        f"{score.divergence:.2e}"
+    )
+
+
+def plan_table(plan: "ConversionPlan", dtype: str) -> Table:
+    """Parameters and cache of a source and of what it would become, in `dtype`."""
+    from ..plan import BYTES, TOKEN_ID_BYTES, count_parameters
+
+    config, parameters = plan.config, count_parameters(plan.config)
+    tokens = config.max_position_embeddings
+    ids = TOKEN_ID_BYTES * tokens
+
+    def share(here: int, there: int) -> str:
+        return f"{here / there:.1%}"
+
+    cache = config.cache_elements_per_token
+    sizes = [elements * BYTES[dtype] * tokens for elements in (plan.source_cache, cache)]
+    table = plain_table("Nothing was written", "", "source", "result", "result / source")
+    table.add_row(
+        "parameters",
+        f"{plan.source_parameters:,}",
+        f"{parameters.total:,}",
+        share(parameters.total, plan.source_parameters),
+    )
+    table.add_row("of these gate tables", "0", f"{parameters.tables:,}")
+    table.add_row("cached elements a token", f"{plan.source_cache:,}", f"{cache:,}", share(cache, plan.source_cache))
+    table.add_row(f"cache of {tokens:,} tokens, {dtype}", *map(format_bytes, sizes), share(sizes[1], sizes[0]))
+    table.add_row("and their ids", "", format_bytes(ids))
+    return table
 
 
 def report_rows(report: "Report") -> dict[str, str]:
@@ -157,10 +245,7 @@ def report_rows(report: "Report") -> dict[str, str]:
         "files taken over": ", ".join(report.carried) or "none",
         "files left behind": ", ".join(report.left),
         "note": "\n".join(report.notes),
-        "held-out text": "\n".join(
-            f"loss {score.loss:.4f}, divergence from the source {score.divergence:.2e} nats a token: {stage}"
-            for stage, score in report.stages.items()
-        ),
+        "held-out text": "\n".join(score_line(stage, score) for stage, score in report.stages.items()),
         "check": str(report.comparison or "logits were not compared (--no-check)"),
     }
     return {name: text for name, text in rows.items() if text}
