@@ -245,6 +245,8 @@ def die_at(monkeypatch, step):
     def die(self, args, state, control, **kwargs):
         on_log(self, args, state, control, **kwargs)
         if state.global_step == step:
+            with self.path.open("a") as file:
+                file.write('{"step": ')  # a line that it could not finish
             raise KeyboardInterrupt
 
     monkeypatch.setattr(JSONLinesLog, "on_log", die)
