@@ -240,7 +240,7 @@ def load_text(recipe: Recipe) -> Text:
 
 
 def losses(text: Text, metrics: dict[str, float], vocab_size: int) -> dict[str, Any]:
-    """The validation loss in nats a token and bits a byte, what it is over, and that of unigrams (not for a stream)."""
+    """The validation loss in nats a token and bits a byte, what it is over, and unigrams' (not for a stream)."""
     loss, tokens = metrics["eval_loss"], metrics["eval_tokens"]
     report = {
         "validation_loss": loss,
