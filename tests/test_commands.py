@@ -245,10 +245,9 @@ def test_suite_leaves_table_and_plot(egmla, folder, tmp_path, monkeypatch):
     monkeypatch.setattr(suite, "_run_climbmix", unavailable)
     output = egmla("eval", folder, "--suite", "paper", "--output", tmp_path / "r.json")
     assert "LEFT OUT: mmlu: no network" in output and "NOT of 12" in output
+    assert numbers(output, "egmla-large-kv256-emb512-lgz6") == ["47.80", "13.52"], "names are not cut"
     table = (tmp_path / "r.md").read_text()
-    assert (
-        "| mean of 11, NOT of 12 (without mmlu) | 25.00 |" in table and "| mla-base-kv256 (paper) | 43.84 |" in table
-    )
+    assert "| mean of 11, NOT of 12 (without mmlu) | 25.00 |" in table and "| mla-base-kv256 | 43.84 |" in table
     assert json.loads((tmp_path / "r.json").read_text())["summary"]["mean_acc"] == 0.25
     assert (tmp_path / "r.png").is_file() == (importlib.util.find_spec("matplotlib") is not None)
 

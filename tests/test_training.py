@@ -13,6 +13,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import modeling_egmla  # noqa: F401  registers the Auto classes
+from modeling_egmla.conversion.folders import write_whole
 from modeling_egmla.training import EGMLATrainer, RecipeError, load_recipe, train
 from modeling_egmla.training.data import (
     is_validation,
@@ -244,6 +245,8 @@ def die_at(monkeypatch, step):
     def die(self, args, state, control, **kwargs):
         on_log(self, args, state, control, **kwargs)
         if state.global_step == step:
+            with self.path.open("a") as file:
+                file.write('{"step": ')  # a line that it could not finish
             raise KeyboardInterrupt
 
     monkeypatch.setattr(JSONLinesLog, "on_log", die)
@@ -443,6 +446,37 @@ def test_unigram_loss():
     blocks = Dataset.from_dict({"labels": [[0, 1, 1, -100]]})
     train_blocks = Dataset.from_dict({"labels": [[0, 1, 1, 0]]})
     assert unigram_loss(train_blocks, blocks, 2) == pytest.approx(-torch.tensor(0.6).log().item())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"kv_gate_norm": "none"}, {"kv_gate": "add"}, {"kv_gate": "none"}, {"layer_group_size": 2}],
+    ids=str,
+)
+def test_ablations_train_by_configuration(recipe, tmp_path, change):
+    """The paper's ablations and layer groups are fields beside a preset: they train, and the saved model has them."""
+    shape = {**recipe["model"]["config"], "vocab_size": 300}
+    recipe["model"] = {"preset": "egmla-base-kv256-emb256", "config": {**shape, **change}}
+    recipe["training"].update(steps=12, eval_steps=6, save_steps=12)
+    report = train(write_recipe(recipe, tmp_path))
+    log = [json.loads(line) for line in (tmp_path / "out" / "log.jsonl").read_text().splitlines()]
+    first = next(row["loss"] for row in log if "loss" in row)
+    assert report["validation_loss"] < first - 0.3
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert {field: getattr(model.config, field) for field in change} == change
+    assert model.config.rope_parameters["rope_theta"] == 10000.0  # of the preset
+
+
+def test_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
+    """A process that dies while it writes a report or results leaves the old file, and no rest of the new one."""
+    path = tmp_path / "new" / "results.json"
+    write_whole(path, "old")
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("os.replace", lambda *paths: (_ for _ in ()).throw(KeyboardInterrupt))
+        write_whole(path, "new")
+    assert path.read_text() == "old" and list(path.parent.iterdir()) == [path]
+    write_whole(path, "new")
+    assert path.read_text() == "new"
 
 
 def test_gate_tables_have_their_own_parameter_group(recipe, tmp_path):

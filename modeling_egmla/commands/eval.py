@@ -124,14 +124,15 @@ def _texts(model, tokenizer, paths: list[Path], stride: int | None, batch_size: 
 def _paper_suite(model, tokenizer, name: str | None, output: Path | None, limit: int | None, batch_size: int) -> None:
     """Runs the paper's suite; leaves a table and a plot beside the results."""
     from ..conversion.folders import write_whole
-    from ..evaluation.report import paper_table, plot_results, task_table
+    from ..evaluation.report import mean_name, paper_table, plot_results, task_table
     from ..evaluation.suite import run_paper_suite
 
     name = Path(name).name if name is not None else "egmla-sotu"
     output = output or Path(f"paper-{name}.json")
     results = run_paper_suite(model, tokenizer, output, limit, batch_size, report=console().print)
     markdown = []
-    for title, (columns, rows) in (("Tasks", task_table(results)), ("Beside the paper", paper_table(results, name))):
+    beside = f"Mean accuracy and perplexities beside the paper's; here: {mean_name(results)}"
+    for title, (columns, rows) in (("Tasks", task_table(results)), (beside, paper_table(results, name))):
         table = plain_table(title, *columns)
         for row in rows:
             table.add_row(*row)

@@ -1,6 +1,7 @@
 """`egmla train`: pretrain or fine-tune by a recipe."""
 
 import importlib.resources
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -32,6 +33,8 @@ def train(
     logging.disable_progress_bar()  # that of loading weights; training keeps its own
 
     report = training.train(path)
+    if int(os.environ.get("RANK", "0")) != 0:
+        return  # of several processes one speaks
     details = [f"{report['validation_bits_per_byte']:.4f} bits a byte"]
     if "initial_validation_loss" in report:
         details.append(f"before: {report['initial_validation_loss']:.4f}")

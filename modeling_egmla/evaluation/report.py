@@ -46,7 +46,7 @@ def task_table(results: dict[str, Any]) -> Rows:
 
 
 def paper_table(results: dict[str, Any], name: str) -> Rows:
-    """Columns and rows: mean accuracy in percent and perplexities of the model, and of the paper's models."""
+    """Columns and rows: mean accuracy in percent and perplexities, of the model first, then of the paper's models."""
 
     def row(label: str, figures: dict[str, float | None]) -> list[str]:
         keys = ("accuracy", "climbmix", "wikitext", "lambada", "mean_perplexity")
@@ -55,9 +55,8 @@ def paper_table(results: dict[str, Any], name: str) -> Rows:
     summary = results["summary"]
     accuracy = None if summary["mean_acc"] is None else 100 * summary["mean_acc"]
     own = {"accuracy": accuracy, "mean_perplexity": summary["mean_perplexity"], **summary["perplexity"]}
-    paper = [row(f"{model} (paper)", figures) for model, figures in paper_results()["models"].items()]
-    columns = ["model", "mean acc %", "ClimbMix PPL", "WikiText PPL", "LAMBADA PPL", "mean PPL"]
-    return columns, [row(f"{name} ({mean_name(results)})", own), *paper]
+    paper = [row(model, figures) for model, figures in paper_results()["models"].items()]
+    return ["model", "acc %", "ClimbMix", "WikiText", "LAMBADA", "mean"], [row(f"{name} (here)", own), *paper]
 
 
 def plot_results(results: dict[str, Any], name: str, path: str | Path) -> None:
@@ -83,11 +82,9 @@ def plot_results(results: dict[str, Any], name: str, path: str | Path) -> None:
     if tasks:
         left.legend(frameon=False)
     means = {model: figures["accuracy"] for model, figures in paper_results()["models"].items()}
-    colours = ["0.7"] * len(means)
+    right.plot(means.values(), means.keys(), "o", color="0.6")
     if results["summary"]["mean_acc"] is not None:
-        means[name] = 100 * results["summary"]["mean_acc"]
-        colours.append("#0b6e4f")
-    right.barh(list(means), list(means.values()), color=colours)
+        right.plot(100 * results["summary"]["mean_acc"], name, "o", color="#0b6e4f")
     right.invert_yaxis()
     right.set_xlabel(f"mean accuracy, %: paper (grey), {name} ({mean_name(results)})", wrap=True)
     for axes in (left, right):

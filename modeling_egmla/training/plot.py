@@ -1,8 +1,9 @@
 """Loss curves of runs of `egmla train`, and the difference between two of them."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
+
+from .log import read_log
 
 
 COLOURS = ("#0b6e4f", "#c8553d")
@@ -22,8 +23,7 @@ def read_losses(folder: str | Path, key: str) -> dict[int, float]:
     path = Path(folder) / "log.jsonl"
     if not path.is_file():
         raise ValueError(f"{folder} has no log.jsonl: name the output folder of a run of `egmla train`.")
-    lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())
-    return {line["step"]: line[key] for line in lines if key in line}
+    return {line["step"]: line[key] for line in read_log(path) if key in line}
 
 
 def loss_differences(first: str | Path, second: str | Path) -> dict[int, float]:

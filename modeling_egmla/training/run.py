@@ -8,10 +8,11 @@ import shlex
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import yaml
+from datasets import Dataset, IterableDataset
 from transformers import (
     AutoTokenizer,
     GenerationConfig,
@@ -221,6 +222,48 @@ def load_checkpoint(model, checkpoint: str) -> None:
         set_peft_model_state_dict(model, load_peft_weights(checkpoint, device="cpu"))
 
 
+class Text(NamedTuple):
+    """What a run learns from: documents and blocks of tokens to train on (streams, or not) and to validate with."""
+
+    tokenizer: PreTrainedTokenizerBase
+    train_documents: Dataset | IterableDataset
+    validation_documents: Dataset
+    train_blocks: Dataset | IterableDataset
+    validation_blocks: Dataset
+
+
+def load_text(recipe: Recipe) -> Text:
+    """Reads, splits, tokenises and packs the recipe's documents; raises a `RecipeError` where that cannot be done."""
+    data = recipe.data
+    documents = load_documents(data, recipe.training.seed)
+    train, validation = split_documents(documents, data.validation_share, data.validation_documents)
+    if recipe.tokenizer.path is not None:
+        tokenizer = load_tokenizer(recipe.tokenizer.path)
+    else:
+        tokenizer = train_tokenizer(train, recipe.tokenizer.vocab_size)
+    train_blocks = pack_documents(train, tokenizer, data.sequence_length, keep_all=False)
+    validation_blocks = pack_documents(validation, tokenizer, data.sequence_length, keep_all=True)
+    return Text(tokenizer, train, validation, train_blocks, validation_blocks)
+
+
+def losses(text: Text, metrics: dict[str, float], vocab_size: int) -> dict[str, Any]:
+    """The validation loss in nats a token and bits a byte, what it is over, and unigrams' (not for a stream)."""
+    loss, tokens = metrics["eval_loss"], metrics["eval_tokens"]
+    report = {
+        "validation_loss": loss,
+        "validation_bits_per_byte": bits_per_byte(loss, tokens, text.validation_documents),
+        "validation_documents": len(text.validation_documents),
+        "validation_tokens": tokens,
+    }
+    if isinstance(text.train_documents, Dataset):
+        report |= {
+            "unigram_validation_loss": unigram_loss(text.train_blocks, text.validation_blocks, vocab_size),
+            "training_documents": len(text.train_documents),
+            "training_text_tokens": len(text.train_blocks) * (len(text.train_blocks[0]["input_ids"]) - 1),
+        }
+    return report
+
+
 def train(recipe_path: str | Path) -> dict[str, Any]:
     """
     Runs a recipe. The output folder gets checkpoints, `log.jsonl`, a copy of the recipe, and at the end the model, its
@@ -243,37 +286,30 @@ def train(recipe_path: str | Path) -> dict[str, Any]:
         check_same_run(load_recipe(kept_recipe), recipe)
 
     with arguments.main_process_first():
-        train_text, validation_text = split_documents(
-            load_documents(recipe.data, recipe.training.seed),
-            recipe.data.validation_share,
-            recipe.data.validation_documents,
-        )
-        if recipe.tokenizer.path is not None:
-            tokenizer = load_tokenizer(recipe.tokenizer.path)
-        else:
-            tokenizer = train_tokenizer(train_text, recipe.tokenizer.vocab_size)
-        length = recipe.data.sequence_length
-        train_blocks = pack_documents(train_text, tokenizer, length, keep_all=False)
-        validation_blocks = pack_documents(validation_text, tokenizer, length, keep_all=True)
+        text = load_text(recipe)
+    tokenizer = text.tokenizer
     model = build_model(recipe.model, tokenizer, recipe.training.seed)
+    length = recipe.data.sequence_length
     if length > model.config.max_position_embeddings:
         raise RecipeError(
             f"`data.sequence_length` is {length}, but `max_position_embeddings` of the model is "
             f"{model.config.max_position_embeddings}."
         )
-    parameters = model.num_parameters()
-    gate_table_parameters = sum(p.numel() for n, p in model.named_parameters() if "kv_gate_embed" in n)
+    sizes = {
+        "parameters": model.num_parameters(),
+        "gate_table_parameters": sum(p.numel() for n, p in model.named_parameters() if "kv_gate_embed" in n),
+    }
     use_cache = model.config.use_cache  # Trainer turns it off.
     if recipe.lora is not None:
         model = add_lora(model, recipe.lora, recipe.training.seed)
-    trainable_parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    sizes["trainable_parameters"] = sum(p.numel() for p in model.parameters() if p.requires_grad)
 
     log = JSONLinesLog(folder / "log.jsonl")
     trainer = EGMLATrainer(
         model=model,
         args=arguments,
-        train_dataset=train_blocks,
-        eval_dataset=validation_blocks,
+        train_dataset=text.train_blocks,
+        eval_dataset=text.validation_blocks,
         processing_class=tokenizer,
         data_collator=default_data_collator,
         compute_metrics=mean_token_loss,
@@ -303,17 +339,12 @@ def train(recipe_path: str | Path) -> dict[str, Any]:
     # The loss that counts is that of the weights as they were stored.
     trainer.model.load_state_dict(EGMLAForCausalLM.from_pretrained(folder).state_dict())
     metrics = trainer.evaluate()
-    tokens = trainer.state.global_step * recipe.training.batch_tokens
+    steps = trainer.state.global_step
     report = {
-        "validation_loss": metrics["eval_loss"],
-        "validation_bits_per_byte": bits_per_byte(metrics["eval_loss"], metrics["eval_tokens"], validation_text),
-        "validation_documents": len(validation_text),
-        "validation_tokens": metrics["eval_tokens"],
-        "steps": trainer.state.global_step,
-        "tokens_seen": tokens,
-        "parameters": parameters,
-        "gate_table_parameters": gate_table_parameters,
-        "trainable_parameters": trainable_parameters,
+        **losses(text, metrics, trainer.model.config.vocab_size),
+        "steps": steps,
+        **sizes,
+        "tokens_seen": steps * recipe.training.batch_tokens,
         "seed": recipe.training.seed,
         "seconds": seconds,
         "command": shlex.join(["egmla", *sys.argv[1:]]),
@@ -321,12 +352,7 @@ def train(recipe_path: str | Path) -> dict[str, Any]:
     if recipe.model.path is not None:
         report["initial_validation_loss"] = log.initial_validation_loss()
     if not recipe.data.streaming:
-        report |= {
-            "unigram_validation_loss": unigram_loss(train_blocks, validation_blocks, trainer.model.config.vocab_size),
-            "training_documents": len(train_text),
-            "training_text_tokens": len(train_blocks) * (length - 1),
-            "passes": tokens / (len(train_blocks) * length),
-        }
+        report["passes"] = report["tokens_seen"] / (len(text.train_blocks) * length)
     if trainer.is_world_process_zero():
         write_whole(folder / "training.json", json.dumps(report, indent=2) + "\n")
         if importlib.util.find_spec("matplotlib") is not None:

@@ -12,6 +12,7 @@ from transformers import EvalPrediction, Trainer, TrainerCallback
 
 from ..conversion.folders import write_whole
 from . import parallel
+from .log import read_log
 from .recipe import GateTablesRecipe
 
 
@@ -111,16 +112,15 @@ class JSONLinesLog(TrainerCallback):
 
     def initial_validation_loss(self) -> float | None:
         """The validation loss at step 0, if it was evaluated then."""
-        lines = map(json.loads, self.path.read_text(encoding="utf-8").splitlines())
-        return next((line["eval_loss"] for line in lines if line["step"] == 0 and "eval_loss" in line), None)
+        lines = (line for line in read_log(self.path) if line["step"] == 0)
+        return next((line["eval_loss"] for line in lines if "eval_loss" in line), None)
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.started = time.perf_counter()
         if state.is_world_process_zero and self.path.exists():
-            lines = self.path.read_text(encoding="utf-8").splitlines(keepends=True)
-            kept = [line for line in lines if json.loads(line)["step"] <= state.global_step]
-            self.seconds_before = json.loads(kept[-1])["seconds"] if kept else 0.0
-            write_whole(self.path, "".join(kept))
+            kept = [line for line in read_log(self.path) if line["step"] <= state.global_step]
+            self.seconds_before = kept[-1]["seconds"] if kept else 0.0
+            write_whole(self.path, "".join(json.dumps(line) + "\n" for line in kept))
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if state.is_world_process_zero:
