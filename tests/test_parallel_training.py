@@ -225,7 +225,9 @@ def test_recipe_on_several_processes(global_recipe, tmp_path, processes, cut):
     single = run_recipe(global_recipe, tmp_path, "single", 1, gate_tables, steps=5)
     several = run_recipe(global_recipe, tmp_path, "several", processes, gate_tables, steps=5)
     assert_same_weights(several, single, 1e-6, head=(2, 8))
-    losses = [json.loads((tmp_path / n / "training.json").read_text())["validation_loss"] for n in ("single", "several")]
+    losses = [
+        json.loads((tmp_path / n / "training.json").read_text())["validation_loss"] for n in ("single", "several")
+    ]
     assert losses[1] == pytest.approx(losses[0], abs=1e-6)
 
 
@@ -233,7 +235,5 @@ def test_resume_on_another_number_of_processes(global_recipe, tmp_path):
     """A run on one process continues on two, then four, then one, tables cut or whole, and ends where one would."""
     single = run_recipe(global_recipe, tmp_path, "single", 1, {"parallel": True}, steps=8)
     for steps, processes in ((2, 1), (4, 2), (6, 4), (8, 1)):
-        moved = run_recipe(
-            global_recipe, tmp_path, "moved", processes, {"parallel": True}, steps=steps, save_steps=2
-        )
+        moved = run_recipe(global_recipe, tmp_path, "moved", processes, {"parallel": True}, steps=steps, save_steps=2)
     assert_same_weights(moved, single, 2e-6, head=(2, 8))

@@ -220,7 +220,9 @@ def _cut(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     if not isinstance(like, DTensor) or isinstance(value, DTensor):
         return value
     cut = distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
-    return DTensor.from_local(cut.to_local().clone(), like.device_mesh, like.placements, shape=like.shape, stride=like.stride())
+    return DTensor.from_local(
+        cut.to_local().clone(), like.device_mesh, like.placements, shape=like.shape, stride=like.stride()
+    )
 
 
 def _whole(tree: dict[str, Any]) -> dict[str, Any]:

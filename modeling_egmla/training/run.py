@@ -114,9 +114,7 @@ def save_final(trainer: EGMLATrainer, tokenizer, recipe: Recipe, folder: Path) -
     model.generation_config = GenerationConfig(**{**recipe.generation, **settings})
     dtype = getattr(torch, recipe.training.save_dtype)
     stored = {}  # One tensor for weights that are tied, which are then saved once.
-    state_dict = {
-        name: stored.setdefault(weight.data_ptr(), weight.to(dtype)) for name, weight in state_dict.items()
-    }
+    state_dict = {name: stored.setdefault(weight.data_ptr(), weight.to(dtype)) for name, weight in state_dict.items()}
     model.save_pretrained(folder, state_dict=state_dict)
     tokenizer.save_pretrained(folder)
 
