@@ -1,11 +1,12 @@
 """
-What data-parallel training costs a process: step time, peak memory and bytes sent, gate tables whole or cut by columns.
+What data-parallel training costs a process, with gate tables whole or cut by columns: time, memory and bytes sent.
 
-    python benchmarks/parallel.py --processes 2 --preset egmla-base-kv64-emb256 --output benchmarks/results/parallel-2.json
+    python benchmarks/parallel.py --processes 2 --output benchmarks/results/parallel-2.json
 
-Each engine runs in processes of its own, all on this machine, over gloo: "ddp" and "fsdp" with whole tables, "ddp-columns"
-and "fsdp-columns" with cut ones. Bytes are what the loopback interface carried during a step, by process, so nothing
-else may use it; processor time, unlike the step's, leaves out waiting; peak memory is the largest resident set of any process. Ids are drawn from Zipf's law.
+Each engine runs in processes of its own, all on this machine, over gloo: "ddp" and "fsdp" with whole tables,
+"ddp-columns" and "fsdp-columns" with cut ones. Bytes are what the loopback interface carried during a step, divided by
+the processes, so nothing else may use it; processor time, unlike the step's, leaves out waiting; peak memory is the
+largest resident set of any process. Ids are drawn from Zipf's law.
 """
 
 import json

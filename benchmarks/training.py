@@ -5,11 +5,11 @@ Milliseconds a training step, EG-MLA beside the library's dense MLA and MHA at t
     python benchmarks/training.py --layers 2 --sequences 2         # a quick look
     python benchmarks/training.py --optimizers fused,foreach,loop,lazy --output training.json
 
-Systems take turns step by step in one process; medians and ratios are printed. A step is the forward and backward pass
-and, apart, the optimizer's step. "lazy" moves only the table rows whose ids were in the batch (`SparseAdam` over sparse
-gradients, AdamW for the rest), which is another optimizer than AdamW: the rest of the rows rests. Token ids are
-consecutive pieces of `--ids` (a saved 1-D tensor, real text), or drawn from Zipf's law. On a machine that others use
-too, `--clock cpu` with one thread counts the process's own time only.
+Systems take turns step by step in one process; medians and ratios are printed. A step is the forward and backward
+pass and, apart, the optimizer's step. "lazy" moves only the table rows whose ids were in the batch (`SparseAdam` over
+sparse gradients, AdamW for the rest), which is another optimizer than AdamW: momentum moves no row that did not
+occur. Token ids are consecutive pieces of `--ids` (a saved 1-D tensor, real text), or drawn from Zipf's law. On a
+machine that others use too, `--clock cpu` with one thread counts the process's own time only.
 """
 
 import json

@@ -3,17 +3,19 @@
 import json
 import os
 import socket
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 from conftest import tiny_model
+from test_training import recipe, text_folder, write_recipe  # noqa: F401
 from torch import distributed as dist
 from torch import multiprocessing
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
-
-from test_training import recipe, text_folder, write_recipe  # noqa: F401
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
@@ -86,8 +88,10 @@ def train(model, optimizer, scheduler, steps, rank=None):
 
 def assert_same_weights(actual, expected, atol, head=(3, 8)):
     """
-    The same state dicts, apart from the key half of the gate norm's bias, whose gradient is rounding noise. `head`: the
-    number of heads and their key channels.
+    The same state dicts, apart from the key half of the gate norm's bias, whose gradient is rounding noise.
+
+    Args:
+        head: number of heads, and key channels of each.
     """
     assert actual.keys() == expected.keys()
     for name in expected:
@@ -172,7 +176,7 @@ def check_loaded(folder, how):
 @pytest.mark.slow  # starts two processes
 @pytest.mark.parametrize("how", ["fsdp", "tp"])
 def test_plans_of_the_model_train(tmp_path, how):
-    """`DistributedConfig` shards by the model's own plans, tables as units of their own, and trains to the same weights."""
+    """`DistributedConfig` shards by the model's plans, tables as units, and trains to the same weights."""
     tiny_model(vocab_size=98).save_pretrained(tmp_path)
     run_on(2, check_loaded, tmp_path, how)
 
@@ -198,7 +202,7 @@ def test_fsdp_through_trainer_is_refused_on_a_cpu(recipe, tmp_path):  # noqa: F8
         training.train(write_recipe(recipe, tmp_path))
 
 
-def run_recipe(recipe, folder, name, processes, gate_tables, **changes):  # noqa: F811
+def run_recipe(recipe, folder, name, processes, gate_tables, launch=run_on, **changes):  # noqa: F811
     """Trains a recipe in `folder / name` on so many processes and returns the weights that it saved."""
     recipe = {**recipe, "gate_tables": gate_tables}
     recipe["training"] = {**recipe["training"], "output_dir": str(folder / name), **changes}
@@ -206,8 +210,16 @@ def run_recipe(recipe, folder, name, processes, gate_tables, **changes):  # noqa
     if processes == 1:
         training.train(path)
     else:
-        run_on(processes, training.train, path)
+        launch(processes, training.train, path)
     return AutoModelForCausalLM.from_pretrained(folder / name).state_dict()
+
+
+def torchrun(processes, _, recipe_path):
+    """Runs `egmla train` as the documents say it."""
+    script = Path(sys.executable).with_name("egmla")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    done = subprocess.run([*command, "--no-python", script, "train", recipe_path], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 @pytest.fixture
@@ -217,13 +229,15 @@ def global_recipe(recipe):  # noqa: F811
     return recipe
 
 
-@pytest.mark.parametrize("processes", [2, 4])
-@pytest.mark.parametrize("cut", [False, True])
-def test_recipe_on_several_processes(global_recipe, tmp_path, processes, cut):
+@pytest.mark.slow  # starts up to four processes
+@pytest.mark.parametrize(
+    ("processes", "cut", "launch"), [(2, False, run_on), (4, False, run_on), (2, True, torchrun), (4, True, run_on)]
+)
+def test_recipe_on_several_processes(global_recipe, tmp_path, processes, cut, launch):
     """A recipe on several processes, its batch shared by them, saves the weights of one and reports the same loss."""
     gate_tables = {"parallel": cut}
     single = run_recipe(global_recipe, tmp_path, "single", 1, gate_tables, steps=5)
-    several = run_recipe(global_recipe, tmp_path, "several", processes, gate_tables, steps=5)
+    several = run_recipe(global_recipe, tmp_path, "several", processes, gate_tables, launch, steps=5)
     assert_same_weights(several, single, 1e-6, head=(2, 8))
     losses = [
         json.loads((tmp_path / n / "training.json").read_text())["validation_loss"] for n in ("single", "several")
@@ -231,6 +245,7 @@ def test_recipe_on_several_processes(global_recipe, tmp_path, processes, cut):
     assert losses[1] == pytest.approx(losses[0], abs=1e-6)
 
 
+@pytest.mark.slow  # starts up to four processes, three times
 def test_resume_on_another_number_of_processes(global_recipe, tmp_path):
     """A run on one process continues on two, then four, then one, tables cut or whole, and ends where one would."""
     single = run_recipe(global_recipe, tmp_path, "single", 1, {"parallel": True}, steps=8)

@@ -56,11 +56,11 @@ class IdExchange:
 
 class ShardedEmbedding(nn.Module):
     """
-    A gate table in W slices of `embedding_dim` / W columns, one on each process of `mesh`, with processes' own batches.
+    A gate table in W slices of `embedding_dim` / W columns, one on each of the W processes of `mesh`.
 
-    A process looks up its columns of the ids of all processes and sends each the columns of its own ids; gradients take
-    the way back, and arrive, from all processes, where the columns and their optimizer state are. They are divided by
-    W there, as those that data parallelism averages. The weight is a `DTensor` of the whole table's shape.
+    A process looks its columns up for the ids of all processes and sends each of them those of its ids. Gradients take
+    the way back: from all processes to the one that has the columns and their optimizer state, divided by W, as those
+    that data parallelism averages. The weight is a `DTensor` of the whole table's shape.
 
     Args:
         embedding: the whole table; process 0's counts.
@@ -104,7 +104,7 @@ class ShardedEmbedding(nn.Module):
 
 def shard_gate_tables(model: nn.Module, mesh: DeviceMesh | None = None) -> None:
     """
-    Cuts every gate table of `model` into columns, one slice for each process (a [`ShardedEmbedding`] in its place), and
+    Cuts every gate table of `model` by columns, a slice for each process (a [`ShardedEmbedding`] in its place), and
     tells `DistributedDataParallel` to leave them alone. Call it before DDP or [`shard_model`], and before making the
     optimizer, which needs the tables in a parameter group of their own.
 
@@ -123,8 +123,8 @@ def shard_gate_tables(model: nn.Module, mesh: DeviceMesh | None = None) -> None:
     width = gates[0].kv_gate_embed.embedding_dim
     if width % mesh.size():
         raise ValueError(
-            f"`kv_gate_dim` is {width}, which {mesh.size()} processes cannot share evenly: gate tables are cut into as "
-            "many slices of columns as there are processes. Take a number of processes that divides it."
+            f"`kv_gate_dim` is {width}, which {mesh.size()} processes cannot share evenly: each takes as many columns "
+            "of the gate tables. Take a number of processes that divides it."
         )
     exchange = IdExchange(mesh)
     for gate in gates:
