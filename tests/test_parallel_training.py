@@ -13,6 +13,7 @@ from conftest import tiny_model
 from test_training import recipe, text_folder, write_recipe  # noqa: F401
 from torch import distributed as dist
 from torch import multiprocessing
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
@@ -150,6 +151,48 @@ def test_weights_of_one_process_in_float32(processes):
 def test_other_models(engine, changes):
     """Cut tables serve every kind of gate, and layers that are run again in the backward pass."""
     run_on(2, check_own_loop, engine, torch.float64, 1e-10, changes)
+
+
+def check_continues(engine, folder):
+    rank, processes = dist.get_rank(), dist.get_world_size()
+    mesh = init_device_mesh("cpu", (processes,))
+    steps = batches(processes)
+
+    def build(seed):
+        model = tiny_model(seed=seed).double().train()
+        parallel.shard_gate_tables(model, mesh)
+        wrapped = DistributedDataParallel(model) if engine == "ddp" else parallel.shard_model(model, mesh)
+        return model, wrapped, *make_optimizer(model)
+
+    model, wrapped, optimizer, scheduler = build(0)
+    train(wrapped, optimizer, scheduler, steps[:3], rank)
+    weights, state = parallel.full_state_dict(model), parallel.full_optimizer_state_dict(optimizer)
+    if rank == 0:
+        model.save_pretrained(folder, state_dict=weights)
+        torch.save(state, folder / "optimizer.pt")
+    else:
+        assert weights == state == {}
+    dist.barrier()
+    saved = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).state_dict()
+    state = torch.load(folder / "optimizer.pt")
+
+    fresh, fresh_wrapped, fresh_optimizer, fresh_scheduler = build(1)
+    if engine == "ddp":
+        fresh.load_state_dict(saved)
+    else:
+        set_model_state_dict(fresh, saved, options=StateDictOptions(full_state_dict=True))
+    parallel.load_optimizer_state_dict(fresh_optimizer, state)
+    fresh_scheduler.load_state_dict(scheduler.state_dict())
+    train(wrapped, optimizer, scheduler, steps[3:], rank)
+    train(fresh_wrapped, fresh_optimizer, fresh_scheduler, steps[3:], rank)
+    expected, actual = parallel.full_state_dict(model), parallel.full_state_dict(fresh)
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp"])
+def test_own_loop_saves_and_continues(engine, tmp_path):
+    """What an own loop saves loads on one process, and takes it up again to exactly the same weights."""
+    run_on(2, check_continues, engine, tmp_path)
 
 
 def check_loaded(folder, how):
