@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import tiny_model
+from peft import LoraConfig, get_peft_model
 from test_training import recipe, text_folder, write_recipe  # noqa: F401
 from torch import distributed as dist
 from torch import multiprocessing
@@ -224,18 +225,23 @@ def test_plans_of_the_model_train(tmp_path, how):
     run_on(2, check_loaded, tmp_path, how)
 
 
-def check_error(changes, message):
-    with pytest.raises(ValueError, match=message):
-        parallel.shard_gate_tables(tiny_model(**changes))
+def check_errors():
+    def cut(model, message):
+        with pytest.raises(ValueError, match=message):
+            parallel.shard_gate_tables(model)
+
+    cut(tiny_model(kv_gate_dim=13), "`kv_gate_dim` is 13, which 2 processes")
+    cut(tiny_model(kv_gate="none"), '`kv_gate` is "none"')
+    model = tiny_model()
+    parallel.shard_gate_tables(model)
+    cut(model, "`kv_gate_embed` is a .*ShardedEmbedding")
+    lora = LoraConfig(target_modules=["kv_gate_embed"])
+    cut(get_peft_model(tiny_model(), lora), "`kv_gate_embed` is a .*peft")
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [({"kv_gate_dim": 13}, "`kv_gate_dim` is 13, which 2 processes"), ({"kv_gate": "none"}, "`kv_gate` is")],
-)
-def test_tables_that_cannot_be_cut(changes, message):
-    """A width that the processes cannot share is refused with both numbers, and so is a model without gates."""
-    run_on(2, check_error, changes, message)
+def test_tables_that_cannot_be_cut():
+    """A width that the processes cannot share is refused with both numbers, and so is what is no plain table."""
+    run_on(2, check_errors)
 
 
 def test_fsdp_through_trainer_is_refused_on_a_cpu(recipe, tmp_path):  # noqa: F811

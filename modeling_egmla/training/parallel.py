@@ -113,11 +113,14 @@ def shard_gate_tables(model: nn.Module, mesh: DeviceMesh | None = None) -> None:
         mesh: the data-parallel processes, one-dimensional; by default all.
 
     Raises:
-        ValueError: the model has no gate tables, or their width is not a multiple of the number of processes.
+        ValueError: the model has no gate tables, or they are cut already or wrapped by an adapter, or their width is
+            not a multiple of the number of processes.
     """
     gates = [module for module in model.modules() if isinstance(module, TokenGate) and module.kv_gate != "none"]
     if not gates:
         raise ValueError('There are no gate tables to cut: `kv_gate` is "none".')
+    if other := {type(gate.kv_gate_embed) for gate in gates} - {nn.Embedding}:
+        raise ValueError(f"Only plain embeddings can be cut by columns, but `kv_gate_embed` is a {other.pop()}.")
     if mesh is None:
         mesh = init_device_mesh(gates[0].kv_gate_embed.weight.device.type, (dist.get_world_size(),))
     width = gates[0].kv_gate_embed.embedding_dim
