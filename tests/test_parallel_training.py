@@ -3,13 +3,18 @@
 import json
 import os
 import socket
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 from conftest import tiny_model
+from peft import LoraConfig, get_peft_model
 from test_training import recipe, text_folder, write_recipe  # noqa: F401
 from torch import distributed as dist
 from torch import multiprocessing
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
@@ -85,8 +90,10 @@ def train(model, optimizer, scheduler, steps, rank=None):
 
 def assert_same_weights(actual, expected, atol, head=(3, 8)):
     """
-    The same state dicts, apart from the key half of the gate norm's bias, whose gradient is rounding noise. `head`: the
-    number of heads and their key channels.
+    The same state dicts, apart from the key half of the gate norm's bias, whose gradient is rounding noise.
+
+    Args:
+        head: number of heads, and key channels of each.
     """
     assert actual.keys() == expected.keys()
     for name in expected:
@@ -147,6 +154,48 @@ def test_other_models(engine, changes):
     run_on(2, check_own_loop, engine, torch.float64, 1e-10, changes)
 
 
+def check_continues(engine, folder):
+    rank, processes = dist.get_rank(), dist.get_world_size()
+    mesh = init_device_mesh("cpu", (processes,))
+    steps = batches(processes)
+
+    def build(seed):
+        model = tiny_model(seed=seed).double().train()
+        parallel.shard_gate_tables(model, mesh)
+        wrapped = DistributedDataParallel(model) if engine == "ddp" else parallel.shard_model(model, mesh)
+        return model, wrapped, *make_optimizer(model)
+
+    model, wrapped, optimizer, scheduler = build(0)
+    train(wrapped, optimizer, scheduler, steps[:3], rank)
+    weights, state = parallel.full_state_dict(model), parallel.full_optimizer_state_dict(optimizer)
+    if rank == 0:
+        model.save_pretrained(folder, state_dict=weights)
+        torch.save(state, folder / "optimizer.pt")
+    else:
+        assert weights == state == {}
+    dist.barrier()
+    saved = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).state_dict()
+    state = torch.load(folder / "optimizer.pt")
+
+    fresh, fresh_wrapped, fresh_optimizer, fresh_scheduler = build(1)
+    if engine == "ddp":
+        fresh.load_state_dict(saved)
+    else:
+        set_model_state_dict(fresh, saved, options=StateDictOptions(full_state_dict=True))
+    parallel.load_optimizer_state_dict(fresh_optimizer, state)
+    fresh_scheduler.load_state_dict(scheduler.state_dict())
+    train(wrapped, optimizer, scheduler, steps[3:], rank)
+    train(fresh_wrapped, fresh_optimizer, fresh_scheduler, steps[3:], rank)
+    expected, actual = parallel.full_state_dict(model), parallel.full_state_dict(fresh)
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp"])
+def test_own_loop_saves_and_continues(engine, tmp_path):
+    """What an own loop saves loads on one process, and takes it up again to exactly the same weights."""
+    run_on(2, check_continues, engine, tmp_path)
+
+
 def check_loaded(folder, how):
     """Trains a model that the library itself distributed when it loaded it."""
     rank, processes = dist.get_rank(), dist.get_world_size()
@@ -171,23 +220,28 @@ def check_loaded(folder, how):
 @pytest.mark.slow  # starts two processes
 @pytest.mark.parametrize("how", ["fsdp", "tp"])
 def test_plans_of_the_model_train(tmp_path, how):
-    """`DistributedConfig` shards by the model's own plans, tables as units of their own, and trains to the same weights."""
+    """`DistributedConfig` shards by the model's plans, tables as units, and trains to the same weights."""
     tiny_model(vocab_size=98).save_pretrained(tmp_path)
     run_on(2, check_loaded, tmp_path, how)
 
 
-def check_error(changes, message):
-    with pytest.raises(ValueError, match=message):
-        parallel.shard_gate_tables(tiny_model(**changes))
+def check_errors():
+    def cut(model, message):
+        with pytest.raises(ValueError, match=message):
+            parallel.shard_gate_tables(model)
+
+    cut(tiny_model(kv_gate_dim=13), "`kv_gate_dim` is 13, which 2 processes")
+    cut(tiny_model(kv_gate="none"), '`kv_gate` is "none"')
+    model = tiny_model()
+    parallel.shard_gate_tables(model)
+    cut(model, "`kv_gate_embed` is a .*ShardedEmbedding")
+    lora = LoraConfig(target_modules=["kv_gate_embed"])
+    cut(get_peft_model(tiny_model(), lora), "`kv_gate_embed` is a .*peft")
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [({"kv_gate_dim": 13}, "`kv_gate_dim` is 13, which 2 processes"), ({"kv_gate": "none"}, "`kv_gate` is")],
-)
-def test_tables_that_cannot_be_cut(changes, message):
-    """A width that the processes cannot share is refused with both numbers, and so is a model without gates."""
-    run_on(2, check_error, changes, message)
+def test_tables_that_cannot_be_cut():
+    """A width that the processes cannot share is refused with both numbers, and so is what is no plain table."""
+    run_on(2, check_errors)
 
 
 def test_fsdp_through_trainer_is_refused_on_a_cpu(recipe, tmp_path):  # noqa: F811
@@ -197,7 +251,7 @@ def test_fsdp_through_trainer_is_refused_on_a_cpu(recipe, tmp_path):  # noqa: F8
         training.train(write_recipe(recipe, tmp_path))
 
 
-def run_recipe(recipe, folder, name, processes, gate_tables, **changes):  # noqa: F811
+def run_recipe(recipe, folder, name, processes, gate_tables, launch=run_on, **changes):  # noqa: F811
     """Trains a recipe in `folder / name` on so many processes and returns the weights that it saved."""
     recipe = {**recipe, "gate_tables": gate_tables}
     recipe["training"] = {**recipe["training"], "output_dir": str(folder / name), **changes}
@@ -205,8 +259,16 @@ def run_recipe(recipe, folder, name, processes, gate_tables, **changes):  # noqa
     if processes == 1:
         training.train(path)
     else:
-        run_on(processes, training.train, path)
+        launch(processes, training.train, path)
     return AutoModelForCausalLM.from_pretrained(folder / name).state_dict()
+
+
+def torchrun(processes, _, recipe_path):
+    """Runs `egmla train` as the documents say it."""
+    script = Path(sys.executable).with_name("egmla")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    done = subprocess.run([*command, "--no-python", script, "train", recipe_path], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 @pytest.fixture
@@ -216,13 +278,15 @@ def global_recipe(recipe):  # noqa: F811
     return recipe
 
 
-@pytest.mark.parametrize("processes", [2, 4])
-@pytest.mark.parametrize("cut", [False, True])
-def test_recipe_on_several_processes(global_recipe, tmp_path, processes, cut):
+@pytest.mark.slow  # starts up to four processes
+@pytest.mark.parametrize(
+    ("processes", "cut", "launch"), [(2, False, run_on), (4, False, run_on), (2, True, torchrun), (4, True, run_on)]
+)
+def test_recipe_on_several_processes(global_recipe, tmp_path, processes, cut, launch):
     """A recipe on several processes, its batch shared by them, saves the weights of one and reports the same loss."""
     gate_tables = {"parallel": cut}
     single = run_recipe(global_recipe, tmp_path, "single", 1, gate_tables, steps=5)
-    several = run_recipe(global_recipe, tmp_path, "several", processes, gate_tables, steps=5)
+    several = run_recipe(global_recipe, tmp_path, "several", processes, gate_tables, launch, steps=5)
     assert_same_weights(several, single, 1e-6, head=(2, 8))
     losses = [
         json.loads((tmp_path / n / "training.json").read_text())["validation_loss"] for n in ("single", "several")
@@ -230,6 +294,7 @@ def test_recipe_on_several_processes(global_recipe, tmp_path, processes, cut):
     assert losses[1] == pytest.approx(losses[0], abs=1e-6)
 
 
+@pytest.mark.slow  # starts up to four processes, three times
 def test_resume_on_another_number_of_processes(global_recipe, tmp_path):
     """A run on one process continues on two, then four, then one, tables cut or whole, and ends where one would."""
     single = run_recipe(global_recipe, tmp_path, "single", 1, {"parallel": True}, steps=8)

@@ -56,11 +56,11 @@ class IdExchange:
 
 class ShardedEmbedding(nn.Module):
     """
-    A gate table in W slices of `embedding_dim` / W columns, one on each process of `mesh`, with processes' own batches.
+    A gate table in W slices of `embedding_dim` / W columns, one on each of the W processes of `mesh`.
 
-    A process looks up its columns of the ids of all processes and sends each the columns of its own ids; gradients take
-    the way back, and arrive, from all processes, where the columns and their optimizer state are. They are divided by
-    W there, as those that data parallelism averages. The weight is a `DTensor` of the whole table's shape.
+    A process looks its columns up for the ids of all processes and sends each of them those of its ids. Gradients take
+    the way back: from all processes to the one that has the columns and their optimizer state, divided by W, as those
+    that data parallelism averages. The weight is a `DTensor` of the whole table's shape.
 
     Args:
         embedding: the whole table; process 0's counts.
@@ -104,7 +104,7 @@ class ShardedEmbedding(nn.Module):
 
 def shard_gate_tables(model: nn.Module, mesh: DeviceMesh | None = None) -> None:
     """
-    Cuts every gate table of `model` into columns, one slice for each process (a [`ShardedEmbedding`] in its place), and
+    Cuts every gate table of `model` by columns, a slice for each process (a [`ShardedEmbedding`] in its place), and
     tells `DistributedDataParallel` to leave them alone. Call it before DDP or [`shard_model`], and before making the
     optimizer, which needs the tables in a parameter group of their own.
 
@@ -113,18 +113,21 @@ def shard_gate_tables(model: nn.Module, mesh: DeviceMesh | None = None) -> None:
         mesh: the data-parallel processes, one-dimensional; by default all.
 
     Raises:
-        ValueError: the model has no gate tables, or their width is not a multiple of the number of processes.
+        ValueError: the model has no gate tables, or they are cut already or wrapped by an adapter, or their width is
+            not a multiple of the number of processes.
     """
     gates = [module for module in model.modules() if isinstance(module, TokenGate) and module.kv_gate != "none"]
     if not gates:
         raise ValueError('There are no gate tables to cut: `kv_gate` is "none".')
+    if other := {type(gate.kv_gate_embed) for gate in gates} - {nn.Embedding}:
+        raise ValueError(f"Only plain embeddings can be cut by columns, but `kv_gate_embed` is a {other.pop()}.")
     if mesh is None:
         mesh = init_device_mesh(gates[0].kv_gate_embed.weight.device.type, (dist.get_world_size(),))
     width = gates[0].kv_gate_embed.embedding_dim
     if width % mesh.size():
         raise ValueError(
-            f"`kv_gate_dim` is {width}, which {mesh.size()} processes cannot share evenly: gate tables are cut into as "
-            "many slices of columns as there are processes. Take a number of processes that divides it."
+            f"`kv_gate_dim` is {width}, which {mesh.size()} processes cannot share evenly: each takes as many columns "
+            "of the gate tables. Take a number of processes that divides it."
         )
     exchange = IdExchange(mesh)
     for gate in gates:

@@ -131,8 +131,8 @@ class TrainingRecipe:
 @dataclass
 class GateTablesRecipe:
     """
-    The parameter group of the gate tables. `learning_rate` None means that of the rest. `parallel`: each of W processes
-    holds and trains `kv_gate_dim` / W columns of every table, where else each holds all of them (docs/parallel.md).
+    The parameter group of the gate tables. `learning_rate` None means that of the rest. With `parallel`, each of W
+    processes holds and trains `kv_gate_dim` / W columns of every table; else it holds all (docs/parallel.md).
 
     Weight decay is off by default: AdamW shrinks every row at every step, but only rows whose token occurs get a
     gradient against it, so the gates of rare tokens would fade, and with them those tokens' keys and values.
