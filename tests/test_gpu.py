@@ -69,6 +69,19 @@ def test_placed_gates_on_the_device(models, tmp_path, decoding, dtype, precomput
             assert statistics.device == 0 < statistics.bytes_moved
 
 
+@pytest.mark.parametrize("placement", ["device", "host"])
+def test_placed_gates_move_to_the_device(models, placement):
+    """A model that was placed on the CPU and then moved is one that was moved and then placed."""
+    ids, results = torch.arange(2, 30)[None].cuda(), []
+    for first in ("move", "place"):
+        model = copy.deepcopy(models[0])
+        model = model.to("cuda") if first == "move" else model
+        model.place_kv_gates(placement, "int8")
+        with torch.no_grad():
+            results.append(model.to("cuda")(ids).logits)
+    torch.testing.assert_close(results[0], results[1], atol=1e-4, rtol=1e-4)
+
+
 def test_tables_that_were_moved_by_hand(models):
     """A table that somebody, or accelerate, left on the host gives the same logits on the device."""
     _, model = models
