@@ -282,6 +282,11 @@ class PlacedTable:
             return widen(values.to(device), None if scales is None else scales.to(device), dtype)
         return widen(*self.pool.look_up(self, token_ids), dtype)
 
+    def let_go(self) -> None:
+        """Takes what was read of a mapped table out of this process."""
+        if self.mapped is not None:
+            self.mapped.let_go()
+
     def to(self, device: torch.device) -> None:
         self.values = self.values.to(device)
         self.scales = None if self.scales is None else self.scales.to(device)
@@ -386,8 +391,8 @@ class _DevicePool:
         if len(slots) < len(missing):
             self.has_room = False
             logger.warning_once(
-                f"The pool has {len(self.id_of_slot):,} gate rows a layer, but the texts have {int(needed.sum()):,} "
-                "distinct ids: rows without room are brought over again at every step. Results are the same; "
+                f"The texts have more distinct ids than the {len(self.id_of_slot):,} gate rows a layer that the pool "
+                "has room for: the others are brought over again at every step. Results are the same; "
                 "`model.place_kv_gates(..., pool_rows=...)` makes it larger."
             )
         missing = missing[: len(slots)]
@@ -427,8 +432,7 @@ class _DevicePool:
     def _bring(self, table: PlacedTable, token_ids: torch.Tensor) -> list[torch.Tensor]:
         """Rows of ids on the host, and their scales if they have any, on the device."""
         rows = [tensor for tensor in table.rows(token_ids) if tensor is not None]
-        if table.mapped is not None:
-            table.mapped.let_go()
+        table.let_go()
         self.bytes_moved += sum(tensor.nbytes for tensor in rows)
         if self.stream is not None:
             rows = [tensor.pin_memory() for tensor in rows]
