@@ -18,7 +18,9 @@ from pathlib import Path
 import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
+from ..evaluation import Score, scores
 from ..plan import TOKEN_ID_BYTES
+from .vocabulary import load_tokenizer
 
 
 TEMPLATE = files("modeling_egmla.model_cards") / "template.jinja"
@@ -68,34 +70,17 @@ def read_evaluation(path: Path) -> dict:
     return {key: content[key] for key in (*EVALUATION_KEYS, *VERSION_KEYS) if key in content}
 
 
-def _evaluation_rows(evaluation: dict) -> list[dict]:
-    """A row for each metric of each task, with its standard error where the harness gives one."""
-    rows = []
-    for task, metrics in evaluation["results"].items():
-        for key, value in metrics.items():
-            metric, _, variant = key.partition(",")
-            if isinstance(value, bool) or not isinstance(value, int | float) or not variant or "_stderr" in metric:
-                continue
-            error = metrics.get(f"{metric}_stderr,{variant}")
-            rows.append(
-                {
-                    "task": task,
-                    "shots": evaluation.get("n-shot", {}).get(task, "not stated"),
-                    "rows": _rows_scored(evaluation.get("n-samples", {}).get(task, {})),
-                    "metric": metric if variant == "none" else f"{metric} ({variant})",
-                    "value": value,
-                    "error": error if isinstance(error, int | float) else None,
-                }
-            )
-    return rows
-
-
-def _rows_scored(samples: dict) -> str:
-    """How many of a task's rows were scored: results on the first few are not results on the task."""
-    scored, all_rows = samples.get("effective"), samples.get("original")
-    if scored is None:
-        return "not stated"
-    return f"{scored:,}" if all_rows in (None, scored) else f"first {scored:,} of {all_rows:,}"
+def _evaluation_row(score: Score) -> dict:
+    """A score in a card's words; results on the first few of a task's rows are not results on the task."""
+    rows = "not stated" if score.rows is None else f"{score.rows:,}"
+    return {
+        "task": score.task,
+        "shots": "not stated" if score.num_fewshot is None else score.num_fewshot,
+        "rows": rows if score.all_rows in (None, score.rows) else f"first {rows} of {score.all_rows:,}",
+        "metric": score.metric if score.filter == "none" else f"{score.metric} ({score.filter})",
+        "value": score.value,
+        "error": score.stderr,
+    }
 
 
 def _fields(content: dict, prefix: str = "") -> list[tuple[str, str]]:
@@ -146,7 +131,7 @@ def render_card(name: str, model, folder: Path, has_weights: bool, has_tokenizer
         recipe = yaml.safe_load(paths["recipe.yaml"].read_text(encoding="utf-8"))
         recipe = {section: recipe[section] for section in RECIPE_SECTIONS if isinstance(recipe.get(section), dict)}
     evaluation = read_evaluation(paths["evaluation.json"]) if "evaluation.json" in paths else None
-    rows = _evaluation_rows(evaluation) if evaluation else []
+    rows = [_evaluation_row(score) for score in scores(evaluation)] if evaluation else []
     harness_version = evaluation["lm_eval_version"] if evaluation else None
 
     config, auto_class = model.config, type(model)._auto_class
@@ -212,7 +197,6 @@ def shipped_cards() -> dict[str, str]:
 
     from ..configuration_egmla import EGMLAConfig
     from ..modeling_egmla import EGMLAForCausalLM
-    from .verify import load_tokenizer
 
     cards = {}
     presets_about = read_about(Path(str(files("modeling_egmla.model_cards") / "presets.yaml")))

@@ -104,14 +104,16 @@ def load_library_model(folder: Path, checkpoint: Checkpoint):
     from transformers import AutoConfig, AutoModelForCausalLM
 
     if checkpoint.dequantised:
-        config = AutoConfig.from_pretrained(folder)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         del config.quantization_config
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         for name, parameter in model.named_parameters():
             parameter.copy_(checkpoint.read(name))
         return model.eval()
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+        model, info = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, trust_remote_code=False, local_files_only=True, output_loading_info=True
+        )
     except (OSError, RuntimeError, ValueError, KeyError) as error:
         raise ConversionError(
             f"The library cannot load {folder} ({error!r}), so logits cannot be compared. Give --reference-logits, or "
@@ -158,6 +160,10 @@ class TextScore:
 
     loss: float
     divergence: float
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(min(self.loss, 700.0))
 
 
 @torch.no_grad()

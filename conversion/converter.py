@@ -6,18 +6,21 @@ views in between change what has to change (see `weights.py`). Tensors pass one 
 """
 
 import json
+import math
+import re
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, GenerationConfig
+from transformers import GenerationConfig
 from transformers.dynamic_module_utils import custom_object_save
 
 from ..configuration_egmla import EGMLAConfig
+from ..plan import count_parameters
 from .checking import (
     EXACT_THRESHOLD,
     ROUNDED_THRESHOLD,
@@ -27,11 +30,11 @@ from .checking import (
     compare,
     folder_logits,
     read_reference,
-    score_text,
 )
 from .checkpoint import WEIGHT_DTYPES, Checkpoint, ConversionError, write_checkpoint
 from .folders import leftovers, new_folder, refuse_existing
-from .gating import Bases, fit_norms, stands_for, with_gate
+from .gating import Bases, stands_for
+from .gqa import llama_tensors, read_llama_config
 from .layouts import (
     LAYOUTS,
     LIBRARY_LAYOUTS,
@@ -45,6 +48,17 @@ from .layouts import (
     read_raw_config,
     write_config,
 )
+from .stages import (
+    GateStart,
+    LatentStart,
+    LlamaStart,
+    planned_config,
+    read_windows,
+    start_from_llama,
+    start_gate,
+)
+from .verify import check_kernels
+from .vocabulary import complete_generation_config, load_tokenizer
 from .weights import (
     Inventory,
     Weights,
@@ -52,7 +66,9 @@ from .weights import (
     empty_model,
     expected_tensors,
     layer_pattern,
+    match_tensors,
     source_weights,
+    with_config,
     with_dtypes,
     with_own_head,
     with_rotary_pairs,
@@ -64,7 +80,7 @@ CARRIED = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.tiktoken", "*.model"),
     *("chat_template*", "additional_chat_templates", "generation_config.json", "LICENSE*", "NOTICE*"),
 )
-WINDOW = 256  # tokens in a piece of calibration text
+EXACT_LLAMA_THRESHOLD = 1e-3  # of the MLA model that keeps everything: the constant channel weighs a thousandfold
 
 
 class CheckFailed(ConversionError):
@@ -106,11 +122,13 @@ def convert(
     source: str | Path,
     target: str | Path,
     *,
+    revision: str | None = None,
     layout: str | None = None,
     to: str | None = None,
     config_file: str | Path | None = None,
     rope_layout: str = "keep",
     dtype: torch.dtype | None = None,
+    latent: LatentStart | None = None,
     gate: str = "none",
     gate_dim: int = 256,
     gate_norm: str = "layer_norm",
@@ -121,67 +139,81 @@ def convert(
     force: bool = False,
     check: bool = True,
     threshold: float | None = None,
+    max_rise: float | None = None,
     reference_logits: str | Path | None = None,
+    staged: Callable[[str, TextScore], None] = lambda stage, score: None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Report:
     """
     Converts a checkpoint folder into another, which appears under its name only when it is complete and checked.
 
     Args:
-        source, target: folders.
+        source: folder of the checkpoint, or its id on the Hub.
+        target: folder to make.
+        revision: branch, tag or commit on the Hub; by default `main`.
         layout: layout of the source, by name or as a .yaml file; by default its config.json tells.
         to: layout of the target; by default `"egmla"`.
         config_file: the source's config.json, if it lies elsewhere (not for the library's own layouts).
         rope_layout: `"pairs"` or `"halves"`: how rotary channels lie in the target; `"keep"` as in the source, or as
             the target's layout wants them.
         dtype: of the target's tensors; by default the source's, bfloat16 for what is stored in 8 bits.
+        latent: what a model of the Llama form becomes; needs `calibration`.
         gate: `"multiply"` or `"add"` starts an EG-MLA model from an MLA model.
         gate_dim, gate_norm: of its gates, as in [`EGMLAConfig`].
-        calibration: text file, or ids [N, S], to fit a gate LayerNorm on and to measure loss.
+        calibration: text file, or ids [N, S], to fit a latent or a gate LayerNorm on and to measure loss.
         calibration_tokens: tokens of the file to use; the last quarter measures loss and is not fitted on.
         drop: patterns of source tensors that may be left out.
         max_shard_size: bytes in a weight file.
         force: replace a target that exists.
         check: compare logits with the source's.
         threshold: largest relative difference of logits; by default 1e-4, or 2e-2 if tensors were computed and rounded
-            to 16 bits, and none for a start with a gate LayerNorm, which is not exact in general.
+            to 16 bits, and none for a start with a gate LayerNorm, which is not exact in general. For a source of the
+            Llama form, that of the MLA model that keeps everything.
+        max_rise: largest rise of the loss on held-out text from the source to the last stage, in nats a token; by
+            default there is no bound.
         reference_logits: safetensors file with `input_ids` and `logits` of the source, in the place of running it.
+        staged: called with every stage of a source of the Llama form.
         progress: called with the number of tensors written and to be written.
 
     Raises:
         ConversionError: the source cannot be converted; the message names tensor, field or file, and the remedy.
-        CheckFailed: the logits differ.
+        CheckFailed: the logits differ, or the loss rose too much.
         FileExistsError: the target exists.
+        HubError: the source is no folder, and the Hub does not give it.
     """
-    source, target = Path(source), Path(target)
+    target = Path(target)
     refuse_existing(target.absolute(), force)
-    if not source.is_dir():
-        raise ConversionError(
-            f"{source} is no folder. Fetch a model from the Hub first: hf download ID --local-dir DIR."
-        )
+    source = _source_folder(source, revision)
     if source.resolve().is_relative_to(target.resolve()):
         raise ConversionError("The source is the target or lies in it: choose another target.")
 
     source_layout, raw_config = _source_layout(source, layout, config_file)
     target_layout = get_layout(to or "egmla")
+    gates = GateStart(gate, gate_dim, gate_norm)
+    if source_layout.name == "llama":
+        if latent is None or calibration is None:
+            raise ConversionError(
+                "A model of the Llama form becomes MLA with a latent (--latent or --latent-energy) that is fitted on "
+                "text (--calibration)."
+            )
+        if reference_logits is not None:
+            raise ConversionError("A model of the Llama form is run itself: leave --reference-logits out.")
+    elif latent is not None:
+        raise ConversionError(f"A latent is for models of the Llama form, and layout {source_layout.name} has one.")
     report = Report(source_layout.name, target_layout.name)
     report.notes += [f"a killed run left {path}, which can be deleted" for path in leftovers(target)]
     if unread := not_read(source_layout, raw_config):
         report.notes.append(f"settings of the source that EG-MLA has no counterpart for: {', '.join(unread)}")
 
-    config, scales = read_config(source_layout, source, raw_config)
     checkpoint = Checkpoint(source, source_layout.checkpoint_key, read_fp8(source_layout, raw_config, dtype))
-    original, report.inventory = source_weights(checkpoint, source_layout, config, scales, drop, dtype)
-    weights, bases = original, None
-    if gate != "none":
-        wide = source_weights(checkpoint, source_layout, config, scales, drop, torch.float32)[0]
-        # Calibration builds a model at each stage, so that bases are worth their memory.
-        bases = Bases(wide, keep=calibration is not None) if gate_norm == "layer_norm" else None
-        windows = None if calibration is None else _windows(calibration, calibration_tokens, source, config)
-        weights, report.stages = _start_gate(wide, gate, gate_dim, gate_norm, bases, windows, report.notes)
-        weights = with_dtypes(weights, lambda name: original.dtype(stands_for(name)))
-    elif calibration is not None:
-        raise ConversionError("Calibration text is for a start with a gate: give --gate multiply too.")
+    text = (calibration, calibration_tokens)
+    if source_layout.name == "llama":
+        checked = (EXACT_LLAMA_THRESHOLD if threshold is None else threshold) if check else None
+        result = _from_llama(checkpoint, raw_config, latent, gates, text, drop, dtype, checked, staged, report)
+    else:
+        result = _from_mla(checkpoint, source_layout, raw_config, gates, text, drop, dtype, report)
+    _check_rise(report.stages, max_rise)
+    weights, bases = result.weights, result.bases
     weights = _for_layout(weights, target_layout, rope_layout)
     written_config = write_config(target_layout, weights.config)
     lost = not_written(target_layout, weights.config) if target_layout.name != "egmla" else []
@@ -193,16 +225,15 @@ def convert(
     empty = {
         theirs: torch.empty(shapes[name], dtype=weights.dtype(name), device="meta") for theirs, name in names.items()
     }
-    known = expected_tensors(original.config)
-    report.new = tuple(sorted({layer_pattern(name) for name in shapes if name not in known}))
+    report.new = tuple(sorted({layer_pattern(name) for name in shapes if name not in result.known}))
     report.tensors = len(names)
     report.dtypes = tuple(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in empty.values()}))
 
     if check and reference_logits is not None:
         input_ids, reference = read_reference(Path(reference_logits))
     elif check:
-        input_ids = check_ids(config.vocab_size, config.max_position_embeddings)
-        reference = folder_logits(source, source_layout, checkpoint, raw_config, input_ids)
+        input_ids = check_ids(weights.config.vocab_size, weights.config.max_position_embeddings)
+        reference = result.logits(input_ids)
 
     with new_folder(target, force) as folder:
         done = iter(range(1, len(names) + 1))
@@ -233,13 +264,187 @@ def convert(
                 logits = model(input_ids, use_cache=False).logits.detach()
             if threshold is None and bases is None:
                 threshold = _default_threshold(checkpoint, report, dtype, empty)
-            report.comparison = compare(logits, reference, threshold)
-            if not report.comparison.passed:
+            comparison = compare(logits, reference, threshold if source_layout.name != "llama" else EXACT_THRESHOLD)
+            if not comparison.passed:
                 raise CheckFailed(
-                    f"The converted model does not agree with its source: {report.comparison}. Nothing was written. "
+                    f"The converted model does not agree with its source: {comparison}. Nothing was written. "
                     "If the difference is meant, give --threshold or --no-check."
                 )
+            report.comparison = report.comparison or comparison
     return report
+
+
+@dataclass(frozen=True)
+class _Result:
+    """
+    What a source becomes.
+
+    Attributes:
+        weights: of the model to write.
+        known: tensors that the source has.
+        logits: gives the logits [B, S, V] that the written folder must have, of ids [B, S].
+        bases: of a start with a gate LayerNorm from MLA.
+    """
+
+    weights: Weights
+    known: Collection[str]
+    logits: Callable[[torch.Tensor], torch.Tensor]
+    bases: Bases | None = None
+
+
+def _from_mla(
+    checkpoint: Checkpoint,
+    layout: Layout,
+    raw_config: dict[str, Any],
+    gates: GateStart,
+    text: tuple[str | Path | torch.Tensor | None, int],
+    drop: Sequence[str],
+    dtype: torch.dtype | None,
+    report: Report,
+) -> _Result:
+    """The model of an MLA checkpoint, with gates if asked for; `text` is calibration text and its tokens to use."""
+    config, scales = read_config(layout, checkpoint.folder, raw_config)
+    original, report.inventory = source_weights(checkpoint, layout, config, scales, drop, dtype)
+    weights, bases = original, None
+    if gates.kind != "none":
+        wide = source_weights(checkpoint, layout, config, scales, drop, torch.float32)[0]
+        # Calibration builds a model at each stage, so that bases are worth their memory.
+        bases = Bases(wide, keep=text[0] is not None) if gates.norm == "layer_norm" else None
+        windows = None if text[0] is None else read_windows(*text, checkpoint.folder, config)
+        weights, report.stages = start_gate(wide, gates, bases, windows, report.notes)
+        weights = with_dtypes(weights, lambda name: original.dtype(stands_for(name)))
+    elif text[0] is not None:
+        raise ConversionError("Calibration text is for a start with a gate: give --gate multiply too.")
+
+    def logits(input_ids: torch.Tensor) -> torch.Tensor:
+        return folder_logits(checkpoint.folder, layout, checkpoint, raw_config, input_ids)
+
+    return _Result(weights, expected_tensors(original.config), logits, bases)
+
+
+def _from_llama(
+    checkpoint: Checkpoint,
+    raw_config: dict[str, Any],
+    latent: LatentStart,
+    gates: GateStart,
+    text: tuple[str | Path | torch.Tensor, int],
+    drop: Sequence[str],
+    dtype: torch.dtype | None,
+    threshold: float | None,
+    staged: Callable[[str, TextScore], None],
+    report: Report,
+) -> _Result:
+    """
+    The MLA or EG-MLA model of a checkpoint of the Llama form. With a `threshold`, the MLA model that keeps everything
+    is held to the source's logits first.
+    """
+    theirs = read_llama_config(raw_config)
+    known = llama_tensors(theirs)
+    same = {name: name for name in known}
+    report.inventory = match_tensors(checkpoint, LAYOUTS["llama"], same, known, theirs.tie_word_embeddings, drop)
+    windows = read_windows(*text, checkpoint.folder, theirs)
+    input_ids = check_ids(theirs.vocab_size, theirs.max_position_embeddings)
+
+    def dtype_of(name: str) -> torch.dtype:
+        return dtype or checkpoint.tensors[name].dtype
+
+    made = start_from_llama(checkpoint, theirs, latent, gates, windows, input_ids, dtype_of, staged)
+    report.stages = made.stages
+    report.notes.append(_tell_latent(made))
+    if threshold is not None:
+        report.comparison = compare(made.exact, made.reference, threshold)
+        if not report.comparison.passed:
+            raise CheckFailed(
+                "The MLA model that keeps all of the source does not agree with it, so the source computes something "
+                f"that the Llama form does not: {report.comparison}. Nothing was written."
+            )
+
+    def logits(input_ids: torch.Tensor) -> torch.Tensor:
+        return build_model(made.weights)(input_ids, use_cache=False).logits.detach()
+
+    return _Result(made.weights, known, logits)
+
+
+@dataclass(frozen=True)
+class ConversionPlan:
+    """
+    What a conversion would give, before any work.
+
+    Attributes:
+        source_parameters: parameters of the source.
+        source_cache: elements that it caches for one token in all layers.
+        config: of the result.
+    """
+
+    source_parameters: int
+    source_cache: int
+    config: EGMLAConfig
+
+
+def plan_conversion(
+    source: str | Path,
+    *,
+    revision: str | None = None,
+    layout: str | None = None,
+    config_file: str | Path | None = None,
+    latent: LatentStart | None = None,
+    gates: GateStart | None = None,
+) -> ConversionPlan:
+    """
+    Plans a conversion by the source's config.json alone; arguments as in [`convert`].
+
+    Raises:
+        ConversionError: the source cannot be converted so.
+        HubError: the source is no folder, and the Hub does not give it.
+    """
+    source = _source_folder(source, revision, config_only=True)
+    source_layout, raw_config = _source_layout(source, layout, config_file)
+    gates = gates or GateStart()
+    if source_layout.name == "llama":
+        theirs = read_llama_config(raw_config)
+        if latent is None or latent.width is None:
+            raise ConversionError(
+                "A plan needs the width of the latent (--latent): by energy, only calibration tells."
+            )
+        config = planned_config(theirs, latent, gates)
+        parameters = sum(math.prod(shape) for shape in llama_tensors(theirs).values())
+        cache = 2 * theirs.num_key_value_heads * theirs.head_dim * theirs.num_hidden_layers
+    else:
+        if latent is not None:
+            raise ConversionError(
+                f"A latent is for models of the Llama form, and layout {source_layout.name} has one."
+            )
+        config, _ = read_config(source_layout, source, raw_config)
+        parameters, cache = count_parameters(config).total, config.cache_elements_per_token
+    if gates.kind != "none":
+        if config.kv_gate != "none":
+            raise ConversionError(f"The source has gates already (`kv_gate` is {config.kv_gate!r}).")
+        config = with_config(config, kv_gate=gates.kind, kv_gate_dim=gates.dim, kv_gate_norm=gates.norm)
+    return ConversionPlan(parameters, cache, config)
+
+
+def _tell_latent(made: LlamaStart) -> str:
+    """What a latent keeps of a model of the Llama form."""
+    kept = ", ".join(f"{index}: {count}" for index, count in enumerate(made.counts) if count)
+    return (
+        f"the latent of {made.weights.config.kv_lora_rank} keeps {made.kept:.2%} of the weighted energy of keys and "
+        f"values; rotary pairs by frequency, the fastest being 0: {kept}"
+    )
+
+
+def _check_rise(stages: dict[str, TextScore], max_rise: float | None) -> None:
+    """Raises if the loss rose by more than `max_rise` from the first stage to the last."""
+    if max_rise is None:
+        return
+    if len(stages) < 2:
+        raise ConversionError("The rise of the loss is measured on text: give --calibration too.")
+    first, *_, last = stages.values()
+    if not last.loss - first.loss <= max_rise:
+        told = "; ".join(f"{score.loss:.4f} {stage}" for stage, score in stages.items())
+        raise CheckFailed(
+            f"The loss on held-out text rises by {last.loss - first.loss:.4f} nats a token, above --max-rise "
+            f"{max_rise:g} ({told}). Nothing was written. A wider latent or more rotary channels cost less."
+        )
 
 
 def _default_threshold(
@@ -261,11 +466,28 @@ def _finite(name: str, tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def _source_folder(source: str | Path, revision: str | None, config_only: bool = False) -> Path:
+    """The folder of a source, fetched if it is the id of a model on the Hub."""
+    from . import hub
+
+    if Path(source).is_dir():
+        if revision is not None:
+            raise ConversionError(
+                f"{source} is a folder, which has no revision {revision}: --revision is for the Hub."
+            )
+        return Path(source)
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(source), re.ASCII) or str(source).startswith("."):
+        raise ConversionError(f"{source} is neither a folder nor, as owner/name, the id of a model on the Hub.")
+    return hub.fetch_checkpoint(str(source), revision, config_only)
+
+
 def _source_layout(source: Path, layout: str | None, config_file: str | Path | None) -> tuple[Layout, dict[str, Any]]:
     """Layout of a source and the content of its config.json, empty where a layout's constants say everything."""
     path = Path(config_file) if config_file is not None else source / "config.json"
     found = get_layout(layout) if layout is not None else None
     raw_config = {} if found is not None and not found.config and not path.is_file() else read_raw_config(path)
+    if problems := check_kernels(raw_config):
+        raise ConversionError(f"{source}: {problems[0]} Take the field out.")
     if found is None:
         found = detect_layout(source, raw_config)
     if config_file is not None and found.name in LIBRARY_LAYOUTS:
@@ -287,80 +509,11 @@ def _for_layout(weights: Weights, layout: Layout, rope_layout: str) -> Weights:
         weights = with_rotary_pairs(weights, wanted)
     if layout.constants.get("tie_word_embeddings") is False:
         weights = with_own_head(weights)
-    if layout.scales:
+    if layout.read_only:
         raise ConversionError(
-            f"Layout {layout.name} can be read, not written: write deepseek_v3, which has no scales."
+            f"Layout {layout.name} can be read, not written: write egmla, or deepseek_v3 without gates."
         )
     return weights
-
-
-def _start_gate(
-    weights: Weights,
-    gate: str,
-    gate_dim: int,
-    norm: str,
-    bases: Bases | None,
-    windows: torch.Tensor | None,
-    notes: list[str],
-) -> tuple[Weights, dict[str, TextScore]]:
-    """An EG-MLA model from an MLA model, and how it does at every stage on the last quarter of `windows` [N, S]."""
-    if weights.config.kv_gate != "none":
-        raise ConversionError(f"The source has gates already (`kv_gate` is {weights.config.kv_gate!r}).")
-    gated = with_gate(weights, gate, gate_dim, norm, bases=bases)
-    if windows is None:
-        if norm == "layer_norm":
-            notes.append("the gate's LayerNorm was not fitted and no loss measured: give text with --calibration")
-        return gated, {}
-
-    held_out = max(len(windows) // 4, 1)
-    fit_on, measure_on = windows[:-held_out], windows[-held_out:]
-    model = build_model(weights)
-
-    def score(stage: Weights) -> TextScore:
-        return score_text(build_model(stage), model, measure_on)
-
-    stages = {"source": score_text(model, model, measure_on)}
-    if norm == "none":
-        return gated, {**stages, "neutral gate": score(gated)}
-    naive = with_gate(weights, gate, gate_dim, norm)
-    fitted = with_gate(weights, gate, gate_dim, norm, bases=bases, fitted=fit_norms(model, gated, fit_on))
-    stages["neutral gate, LayerNorm as it is initialised"] = score(naive)
-    stages["change of basis"] = before = score(gated)
-    stages["LayerNorm fitted"] = after = score(fitted)
-    if after.divergence > before.divergence:
-        notes.append("the fitted LayerNorm was no better on held-out text and was not used")
-        return gated, stages
-    return fitted, stages
-
-
-def _windows(calibration: str | Path | torch.Tensor, tokens: int, source: Path, config: EGMLAConfig) -> torch.Tensor:
-    """Calibration ids, [N, S]."""
-    if isinstance(calibration, torch.Tensor):
-        windows = calibration
-    else:
-        try:
-            text = Path(calibration).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConversionError(f"Calibration text {calibration} cannot be read as UTF-8 ({error}).") from error
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(source)
-        except (OSError, ValueError) as error:
-            raise ConversionError(f"Calibration text needs a tokenizer in {source} ({error}).") from error
-        # Some eight bytes a token at most, so that a large file is not tokenised in vain.
-        ids = tokenizer(text[: 8 * tokens], add_special_tokens=False, verbose=False)["input_ids"][:tokens]
-        length = min(WINDOW, config.max_position_embeddings)
-        windows = torch.tensor(ids[: len(ids) // length * length]).view(-1, length)
-    if windows.dim() != 2 or windows.shape[0] < 2:
-        raise ConversionError(
-            f"Calibration needs at least two windows of {min(WINDOW, config.max_position_embeddings)} tokens: give "
-            "more text."
-        )
-    if (outside := windows[(windows < 0) | (windows >= config.vocab_size)]).numel():
-        raise ConversionError(
-            f"The tokenizer gives id {outside[0].item()}, outside the model's vocabulary of {config.vocab_size}: it "
-            "does not belong to the model."
-        )
-    return windows
 
 
 def _write_configs(
@@ -403,17 +556,21 @@ def _carry_files(source: Path, folder: Path, config: EGMLAConfig, converted: Seq
             report.carried.append(path.name)
         elif path.name not in converted and not (folder / path.name).exists():
             report.left.append(f"{path.name}/" if path.is_dir() else path.name)
-    tokenizer_config = folder / "tokenizer_config.json"
-    if tokenizer_config.is_file():
-        if "auto_map" in json.loads(tokenizer_config.read_text(encoding="utf-8")):
-            report.notes.append("the tokenizer needs code of its own (`auto_map`), which was not taken over")
-        else:
-            size = len(AutoTokenizer.from_pretrained(folder))
-            if size > config.vocab_size:
-                report.notes.append(
-                    f"the tokenizer has {size} tokens, the model {config.vocab_size}: call "
-                    "`model.resize_token_embeddings(len(tokenizer))` before using the rest"
-                )
+    try:
+        tokenizer = load_tokenizer(folder)
+    except (OSError, ValueError) as error:
+        first_line = (str(error) or type(error).__name__).splitlines()[0]
+        report.notes.append(f"the tokenizer was taken over, but does not load without code of its own: {first_line}")
+        return
+    if tokenizer is None:
+        return
+    if len(tokenizer) > config.vocab_size:
+        report.notes.append(
+            f"the tokenizer has {len(tokenizer)} tokens, the model {config.vocab_size}: call "
+            "`model.resize_token_embeddings(len(tokenizer))` before using the rest"
+        )
+    if (folder / "generation_config.json").is_file():
+        complete_generation_config(folder, tokenizer, config.vocab_size)
 
 
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in WEIGHT_DTYPES}

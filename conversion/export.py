@@ -17,10 +17,10 @@ from .verify import (
     check_special_ids,
     list_files,
     load_model,
-    load_tokenizer,
     read_manifest,
     write_manifest,
 )
+from .vocabulary import complete_generation_config, load_tokenizer
 
 
 MAX_SHARD_SIZE = "5GB"
@@ -163,7 +163,6 @@ def check_target(folder: Path, overwrite: bool) -> None:
 
 def _write_model(model, folder: Path, tokenizer, max_shard_size: int | str) -> None:
     """Weights, config, code, generation config and tokenizer, by the library's own `save_pretrained`."""
-    suppressed = getattr(model, "generation_config", None) and model.generation_config.suppress_tokens
     model.save_pretrained(folder, max_shard_size=max_shard_size)
 
     if tokenizer is None:
@@ -171,15 +170,7 @@ def _write_model(model, folder: Path, tokenizer, max_shard_size: int | str) -> N
     tokenizer.save_pretrained(folder)
     _drop_fields(folder / "tokenizer_config.json", ("is_local", "local_files_only", "name_or_path"))
     if model.can_generate():
-        unused = set(range(model.config.vocab_size)) - set(tokenizer.get_vocab().values())
-        generation = model.generation_config.to_dict()
-        generation["suppress_tokens"] = sorted(unused | set(suppressed or [])) or None
-        for field in ("bos_token_id", "eos_token_id", "pad_token_id"):
-            if generation.get(field) is None:
-                generation[field] = getattr(tokenizer, field)
-        # No longer derived from the config, which would take precedence when it is loaded.
-        generation.pop("_from_model_config", None)
-        type(model.generation_config)(**generation).save_pretrained(folder)
+        complete_generation_config(folder, tokenizer, model.config.vocab_size)
 
 
 def _drop_fields(path: Path, fields: tuple[str, ...]) -> None:

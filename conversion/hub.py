@@ -4,8 +4,10 @@ comes takes its name only when it is complete and verified.
 """
 
 import fnmatch
+import http
 import json
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -49,6 +51,8 @@ LONGEST_WAIT = 300.0  # if the Hub asks for more, the user is told
 TRANSIENT = (429, 500, 502, 503, 504)
 # What loaders pick up by its name: left over from an earlier push, it would be mixed with the new model.
 LOADED_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.py")
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")  # the first of them that a repository has
+CHECKPOINT_TEXTS = ("*.json", "*.txt", "*.jinja", "*.model", "*.tiktoken", "LICENSE*", "LICENCE*", "NOTICE*")
 
 T = TypeVar("T")
 
@@ -341,6 +345,43 @@ def pull(
     return commit, verified
 
 
+def fetch_checkpoint(
+    repo_id: str, revision: str | None = None, config_only: bool = False, api: HfApi | None = None
+) -> Path:
+    """
+    Fetches a checkpoint in whatever layout into the cache that all Hugging Face libraries share: weights, as
+    safetensors where there are any, and what lies beside them in files of text. Code stays where it is.
+
+    Args:
+        repo_id: `owner/name`.
+        revision: branch, tag or commit; by default `main`.
+        config_only: fetch the config.json and nothing else.
+        api: another endpoint or login than that of the environment.
+
+    Returns:
+        The folder.
+
+    Raises:
+        HubError: the Hub refuses or cannot be reached; nothing is fetched in part and used.
+        ValueError: `repo_id` is no name.
+    """
+    check_arguments(repo_id, None, False)
+    api = api or HfApi()
+    with plain_errors(f"read {repo_id}", repo_id, revision):
+        info = retried(lambda: api.repo_info(repo_id, revision=revision))
+        if config_only:
+            return Path(retried(lambda: api.hf_hub_download(repo_id, "config.json", revision=info.sha))).parent
+        names = [sibling.rfilename for sibling in info.siblings if "/" not in sibling.rfilename]
+        kinds = [[name for name in names if fnmatch.fnmatch(name, f"*{suffix}")] for suffix in WEIGHT_SUFFIXES]
+        weights = next((kind for kind in kinds if kind), None)
+        if weights is None:
+            raise HubError(f"{repo_id} holds no weights: no {', '.join(WEIGHT_SUFFIXES)} file beside its config.json.")
+        # Some repositories hold the same weights once more, under a name that the library does not read.
+        weights = [name for name in weights if name.startswith(("model", "pytorch_model"))] or weights
+        wanted = [*weights, *CHECKPOINT_TEXTS]
+        return Path(retried(lambda: api.snapshot_download(repo_id, revision=info.sha, allow_patterns=wanted)))
+
+
 def retried(call: Callable[[], T], before_retry: Callable[[], T | None] = lambda: None) -> T:
     """
     Result of `call`, which is tried again after a lost connection, a rate limit or a server error, waiting as long as
@@ -369,9 +410,18 @@ def _cause(error: BaseException) -> BaseException:
     return error.__cause__ if is_wrapper else error
 
 
-def _is_transient(error: BaseException) -> bool:
+def _status(error: BaseException) -> int | None:
+    """The status that the Hub answered with; hf_xet only tells it in the words of a connection error."""
     if isinstance(error, HfHubHTTPError):
-        return error.response.status_code in TRANSIENT
+        return error.response.status_code
+    told = re.search(r"HTTP status (?:client|server) error \((\d{3})\b", str(error))
+    return int(told[1]) if told else None
+
+
+def _is_transient(error: BaseException) -> bool:
+    status = _status(error)
+    if status is not None:
+        return status in TRANSIENT
     # A download that came out too short is a plain OSError, without the number of an error of the system.
     too_short = type(error) is OSError and error.errno is None
     return isinstance(error, HTTPError | ConnectionError | TimeoutError) or too_short
@@ -397,12 +447,15 @@ def plain_errors(action: str, repo_id: str, revision: str | None) -> Iterator[No
 
 
 def _explain(error: BaseException, action: str, repo_id: str, revision: str | None) -> str:
-    if _is_transient(error) and not isinstance(error, HfHubHTTPError):
+    status = _status(error)
+    if status is None and _is_transient(error):
         return f"The connection to the Hub broke ({error}). Run the command again: it continues where it stopped."
-    if not isinstance(error, HfHubHTTPError):
+    if status is None:
         return f"Could not {action}: {error}"
-    response = error.response
-    status, reason = response.status_code, response.headers.get("X-Error-Message") or response.reason_phrase
+    response = getattr(error, "response", None)
+    reason = http.HTTPStatus(status).phrase if response is None else response.reason_phrase
+    if response is not None:
+        reason = response.headers.get("X-Error-Message") or reason
     if status == 401:
         return (
             f"The Hub does not know you, or has no {repo_id} that you can see: check the name, and log in with "

@@ -46,6 +46,9 @@ MLA_TENSORS = (
     "model.norm.weight",
     "lm_head.weight",
 )
+LLAMA_TENSORS = tuple(name for name in MLA_TENSORS if ".self_attn." not in name) + tuple(
+    f"{ATTENTION}{part}_proj.weight" for part in "qkvo"
+)
 GATE_TENSORS = (
     ATTENTION + "kv_gate_embed.weight",
     ATTENTION + "kv_gate_proj.weight",
@@ -100,6 +103,12 @@ NO_LOGITS = {
     *("initializer_range", "attention_dropout", "use_cache", "max_position_embeddings"),
     *("bos_token_id", "eos_token_id", "pad_token_id"),
 }
+LLAMA_FIELDS = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "head_dim", "rope_parameters", "rms_norm_eps", "hidden_act", "max_position_embeddings"),
+    *("initializer_range", "tie_word_embeddings", "attention_bias", "attention_dropout", "use_cache"),
+    *("bos_token_id", "eos_token_id", "pad_token_id"),
+)
 GATE_FIELDS = ("kv_gate", "kv_gate_dim", "kv_gate_norm", "kv_gate_norm_eps", "layer_group_size")
 ORIGINAL_FIELDS = {
     "vocab_size": "vocab_size",
@@ -161,6 +170,8 @@ class Layout:
         irrelevant: keys of config.json that say nothing about a dense model.
         scale_suffix: ends the name of the scale of an 8-bit weight, in the place of "weight".
         checkpoint_key: entry of a .bin file under which its tensors lie.
+        advice: what to do about tensors that the layout does not know, in the place of leaving them out.
+        read_only: whether models come from it only.
     """
 
     name: str
@@ -172,6 +183,8 @@ class Layout:
     irrelevant: frozenset[str] = frozenset()
     scale_suffix: str | None = None
     checkpoint_key: str | None = None
+    advice: str | None = None
+    read_only: bool = False
 
     def theirs(self, name: str) -> str:
         """
@@ -240,6 +253,17 @@ LAYOUTS = {
                 "lm_head.weight": lambda config: config.dim_model_base / config.hidden_size,
             },
             irrelevant=frozenset(IRRELEVANT | {"scale_emb", "scale_depth", "dim_model_base"}),
+            read_only=True,
+        ),
+        # Not of latent attention: what becomes of these names, `gqa.py` computes.
+        Layout(
+            name="llama",
+            tensors=_same(LLAMA_TENSORS),
+            config=_same(LLAMA_FIELDS),
+            derived=(ATTENTION + "rotary_emb.inv_freq",),
+            irrelevant=frozenset(IRRELEVANT | {"sliding_window"}),
+            advice="of the Llama form are models without biases and without norms of queries and keys, and no others",
+            read_only=True,
         ),
         Layout(
             name="deepseek",
@@ -259,7 +283,8 @@ LAYOUTS = {
         ),
     )
 }
-LIBRARY_LAYOUTS = ("egmla", "deepseek_v3", "deepseek_v2", "minicpm3")
+LIBRARY_LAYOUTS = ("egmla", "deepseek_v3", "deepseek_v2", "minicpm3", "llama")
+LLAMA_TYPES = ("llama", "mistral")  # `model_type`s of the Llama form
 
 
 def get_layout(name_or_file: str) -> Layout:
@@ -282,6 +307,8 @@ def get_layout(name_or_file: str) -> Layout:
 def detect_layout(folder: Path, raw_config: Mapping[str, Any]) -> Layout:
     """The layout that a config.json belongs to, by its `model_type` or DeepSeek's own names."""
     model_type = raw_config.get("model_type")
+    if model_type in LLAMA_TYPES:
+        return LAYOUTS["llama"]
     if model_type in LIBRARY_LAYOUTS:
         return LAYOUTS[model_type]
     if model_type is None and {"dim", "n_layers", "kv_lora_rank"} <= raw_config.keys():
@@ -506,7 +533,7 @@ def _read_layout(path: Path) -> Layout:
         twice = sorted({name for name in tensors.values() if list(tensors.values()).count(name) > 1})
         raise ConversionError(f"`tensors` in {path} gives {', '.join(twice)} to more than one tensor of EG-MLA.")
     return Layout(
-        name=path.stem,
+        name=path.name,  # with its ending, so that it is none of the names above
         tensors=tensors,
         config=content.get("config") or {},
         constants=content.get("constants") or {},

@@ -23,6 +23,7 @@ from huggingface_hub.utils import DEFAULT_IGNORE_PATTERNS, filter_repo_objects
 from safetensors import SafetensorError
 
 from . import fresh_load
+from .vocabulary import SPECIAL_IDS, ids_without_token, load_tokenizer
 
 
 MANIFEST = "manifest.json"
@@ -33,9 +34,8 @@ PLAIN_NAME = re.compile(r"[\w.-]+(/[\w.-]+)*", re.ASCII)
 # What a machine that has transformers has as well.
 IMPORTABLE = sys.stdlib_module_names | {"huggingface_hub", "numpy", "packaging", "torch", "transformers"}
 OWN_PACKAGES = {"modeling_egmla", "configuration", "conversion", "model_cards"}
-# A name with a slash in one of these is a kernel on the Hub, for which the library asks no `trust_remote_code`.
+# A name with a slash in one of these is a kernel on the Hub.
 KERNEL_FIELDS = [f"{prefix}{kind}_implementation" for prefix in ("", "_") for kind in ("attn", "experts")]
-SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 NUM_FORWARD_IDS = 16
 # Relative error between the forward pass at export and at verification, ||a - b|| / ||b||, by dtype.
 TOLERANCE = {"float32": 1e-4, "float64": 1e-4}
@@ -235,11 +235,8 @@ def check_code(folder: Path) -> list[str]:
     imports, and imports nothing that a machine without this package lacks. Nothing is run.
     """
     config = read_json(folder / "config.json")
-    for field in KERNEL_FIELDS:
-        if "/" in str(config.get(field)):
-            return [
-                f"`{field}` in config.json is {config[field]}: the library would fetch that code and run it unasked."
-            ]
+    if problems := check_kernels(config):
+        return problems
     auto_map = config.get("auto_map") or {}
     needed = {"AutoConfig", find_model_class(folder)._auto_class} - auto_map.keys()
     if needed:
@@ -264,6 +261,15 @@ def check_code(folder: Path) -> list[str]:
         modules |= found
     unused = {path.relative_to(folder).as_posix() for path in folder.rglob("*.py")} - {f"{m}.py" for m in modules}
     return problems + [f"{name} is code that nothing here uses: remove it." for name in sorted(unused)]
+
+
+def check_kernels(config: dict) -> list[str]:
+    """Fields of a config.json that name code on the Hub, for which the library asks no `trust_remote_code`."""
+    return [
+        f"`{field}` in config.json is {config[field]}: the library would fetch that code and run it unasked."
+        for field in KERNEL_FIELDS
+        if "/" in str(config.get(field))
+    ]
 
 
 def _imports(path: Path) -> tuple[set[str], list[str]]:
@@ -334,8 +340,8 @@ def check_special_ids(folder: Path) -> list[str]:
             f"The tokenizer has id {max(ids)}, but the model only {config.vocab_size} rows: use the model's own "
             "tokenizer, or `model.resize_token_embeddings(len(tokenizer))`."
         )
-    unused = set(range(config.vocab_size)) - ids
-    if generation is not None and not unused <= set(generation.suppress_tokens or []):
+    unused = ids_without_token(tokenizer, config.vocab_size)
+    if generation is not None and not set(unused) <= set(generation.suppress_tokens or []):
         problems.append(
             f"The vocabulary has {len(unused)} ids without a token, which `suppress_tokens` in generation_config.json "
             "does not keep from being generated: export again."
@@ -345,15 +351,6 @@ def check_special_ids(folder: Path) -> list[str]:
 
 def _as_list(value: int | list[int] | None) -> list[int]:
     return value if isinstance(value, list) else [] if value is None else [value]
-
-
-def load_tokenizer(folder: Path):
-    """The folder's tokenizer, or None if it has none; never one that is code in the folder."""
-    from transformers import AutoTokenizer
-
-    if not any((folder / name).is_file() for name in ("tokenizer_config.json", "tokenizer.json")):
-        return None
-    return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
 
 
 def check_privacy(folder: Path) -> list[str]:

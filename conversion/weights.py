@@ -8,7 +8,7 @@ of.
 
 from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 import torch
@@ -98,10 +98,51 @@ def source_weights(
         config = with_config(config, tie_word_embeddings=False)  # embedding and head take up different factors
     wanted = expected_tensors(config)
     theirs = {name: layout.theirs(name) for name in wanted}
-    head, embedding = layout.tensors.get("lm_head.weight"), layout.tensors.get("model.embed_tokens.weight")
     if tied and scales:
-        theirs["lm_head.weight"] = embedding
+        theirs["lm_head.weight"] = layout.theirs("model.embed_tokens.weight")
 
+    inventory = match_tensors(checkpoint, layout, theirs, wanted, tied, drop)
+
+    def factor(name: str) -> float:
+        return scales.get(name, scales.get(layer_pattern(name), 1.0))
+
+    def read(name: str) -> torch.Tensor:
+        tensor = checkpoint.read(theirs[name])
+        if factor(name) != 1.0:
+            wide = torch.promote_types(tensor.dtype, torch.float32)
+            tensor = tensor.to(wide, copy=True).mul_(factor(name))
+        return tensor.to(dtype_of(name))
+
+    def dtype_of(name: str) -> torch.dtype:
+        return dtype or checkpoint.tensors[theirs[name]].dtype
+
+    scaled = tuple(sorted({layer_pattern(name) for name in wanted if factor(name) != 1.0}))
+    return Weights(config, read, dtype_of), replace(inventory, scaled=scaled)
+
+
+def match_tensors(
+    checkpoint: Checkpoint,
+    layout: Layout,
+    theirs: Mapping[str, str],
+    wanted: Mapping[str, tuple[int, ...]],
+    tied: bool,
+    drop: Iterable[str] = (),
+) -> Inventory:
+    """
+    Matches what a checkpoint holds with the tensors that a model has.
+
+    Args:
+        checkpoint: what the source holds.
+        layout: its layout.
+        theirs: the model's name of a tensor to the layout's.
+        wanted: the model's name of a tensor to its shape.
+        tied: whether the head is tied to the embedding.
+        drop: as in [`source_weights`].
+
+    Raises:
+        ConversionError: as [`source_weights`].
+    """
+    head, embedding = layout.tensors.get("lm_head.weight"), layout.tensors.get("model.embed_tokens.weight")
     used = set(theirs.values())
     missing = [name for name in theirs.values() if name not in checkpoint.tensors]
     rest = [name for name in checkpoint.tensors if name not in used]
@@ -129,7 +170,7 @@ def source_weights(
     ]
     problems = [f"missing: {_some(missing)}. config.json asks for them"] if missing else []
     if unexpected:
-        advice = "leave them out with --drop 'PATTERN' if the model does not need them"
+        advice = layout.advice or "leave them out with --drop 'PATTERN' if the model does not need them"
         if tied and head in unexpected:
             advice = f"{head} differs from {embedding} although `tie_word_embeddings` is true: set it to false"
         problems.append(f"unexpected: {_some(unexpected)}; {advice}")
@@ -140,27 +181,12 @@ def source_weights(
             f"The tensors in {checkpoint.folder} do not fit layout {layout.name}.\n" + ".\n".join(problems) + "."
         )
 
-    def factor(name: str) -> float:
-        return scales.get(name, scales.get(layer_pattern(name), 1.0))
-
-    def read(name: str) -> torch.Tensor:
-        tensor = checkpoint.read(theirs[name])
-        if factor(name) != 1.0:
-            wide = torch.promote_types(tensor.dtype, torch.float32)
-            tensor = tensor.to(wide, copy=True).mul_(factor(name))
-        return tensor.to(dtype_of(name))
-
-    def dtype_of(name: str) -> torch.dtype:
-        return dtype or checkpoint.tensors[theirs[name]].dtype
-
-    inventory = Inventory(
+    return Inventory(
         dropped=dropped,
         derived=derived,
         duplicates=duplicates,
-        scaled=tuple(sorted({layer_pattern(name) for name in wanted if factor(name) != 1.0})),
         dequantised=tuple(name for name in checkpoint.dequantised if name in used),
     )
-    return Weights(config, read, dtype_of), inventory
 
 
 def with_config(config: EGMLAConfig, **changes) -> EGMLAConfig:

@@ -445,6 +445,7 @@ class EGMLAModel(EGMLAPreTrainedModel):
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
 
+        given_cache = cache
         if use_cache and cache is None:
             cache = EGMLACache(self.config)
         if cache is not None:
@@ -460,7 +461,7 @@ class EGMLAModel(EGMLAPreTrainedModel):
             config=self.config,
             inputs_embeds=inputs_embeds,
             attention_mask=attention_mask,
-            cache=cache,
+            cache=given_cache,  # with any cache the library overlooks documents that are packed into one row
             position_ids=position_ids,
         )
 

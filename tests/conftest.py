@@ -10,6 +10,7 @@ import os
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+os.environ.setdefault("HF_XET_CLIENT_RETRY_BASE_DELAY", "1ms")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest

@@ -146,6 +146,7 @@ class MiniHub:
         for path in (self.large_files, self.content_store):
             if path is not None:
                 path.mkdir(parents=True, exist_ok=True)
+        self.content_url = f"local://{self.content_store}"  # or an address, e.g. below `url`, which faults can match
         self.repos: dict[str, Repo] = {}
         self.requests: list[Request] = []
         self.faults: list[Fault] = []
@@ -282,7 +283,7 @@ class Handler(BaseHTTPRequestHandler):
         if self.headers.get("Transfer-Encoding", "").lower() == "chunked":
             return b"".join(self._chunks())
         length = int(self.headers.get("Content-Length") or 0)
-        if self.fault.cut and self.command == "PUT":
+        if self.fault.cut and self.command in ("PUT", "POST"):
             self.rfile.read(length // 2)
             self.connection.close()
             raise ConnectionError
@@ -455,7 +456,7 @@ class Handler(BaseHTTPRequestHandler):
 
     @route("GET", rf"{MODEL}/xet-(write|read)-token/.+")
     def xet_token(self, repo_id: str) -> None:
-        store, expires = f"local://{self.hub.content_store}", int(time.time()) + 3600
+        store, expires = self.hub.content_url, int(time.time()) + 3600
         headers = {"X-Xet-Cas-Url": store, "X-Xet-Access-Token": "xet", "X-Xet-Token-Expiration": str(expires)}
         self.send({"casUrl": store, "exp": expires, "accessToken": "xet"}, **headers)
 

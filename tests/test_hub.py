@@ -13,6 +13,7 @@ import torch
 import typer
 from huggingface_hub import HfApi, ModelCard, constants
 from minihub import TOKEN, File, MiniHub
+from safetensors.torch import load_file
 from tiny_export import accept_changes, tiny_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
 from typer.testing import CliRunner
@@ -23,6 +24,7 @@ from modeling_egmla.commands.pull import pull as pull_command
 from modeling_egmla.commands.push import push as push_command
 from modeling_egmla.conversion import fresh_load
 from modeling_egmla.conversion import hub as hub_module
+from modeling_egmla.conversion.converter import convert
 from modeling_egmla.conversion.export import export_model
 from modeling_egmla.conversion.hub import ATTEMPTS, HubError, pull, push, validate
 from modeling_egmla.conversion.verify import VerificationError, check_fresh_process, read_manifest
@@ -298,6 +300,61 @@ def test_push_survives_trouble(hub, unchecked, exported, status, where):
     assert push(exported, REPO).changed
 
 
+@pytest.fixture
+def xet(tmp_path, monkeypatch, waits):
+    """A server that large files go to and come from over xet."""
+    with MiniHub(tmp_path / "server", xet=True) as server:
+        minihub.use_hub(monkeypatch, server, tmp_path / "cache")
+        yield server
+
+
+XET_REFUSED = [
+    *((status, "/xet-write-token/") for status in STATUS if status != 412),
+    *((status, "/content/") for status in (403, 404, 500)),
+    (412, "/commit/"),
+]
+
+
+@pytest.mark.parametrize(("status", "where"), XET_REFUSED)
+def test_push_over_xet_refused(xet, unchecked, exported, status, where):
+    """Refusals that xet's own client meets are told as all others are, and what is final is not tried again."""
+    if where == "/content/":
+        xet.content_url = f"{xet.url}/content"
+    retry_after = {"Retry-After": "7"} if status == 429 else {}
+    for method in ("GET", "POST"):
+        xet.fail(method, where, status=status, headers=retry_after, times=1000)
+    with pytest.raises(HubError, match="The Hub limits how often" if status == 429 else STATUS[status]):
+        push(exported, REPO, tag="v1")
+    repo = xet.repos[REPO]
+    assert repo.files.keys() == {".gitattributes"} and "refs/tags/v1" not in repo.refs
+    assert len(xet.paths("POST", "/preupload/")) == (ATTEMPTS if status in (429, 500) else 1)
+    assert any(fault.times < 1000 for fault in xet.faults)
+
+
+@pytest.mark.parametrize("fault", [{"status": 500}, {"status": 429}, {"cut": True}, {"lost": True}], ids=str)
+@pytest.mark.parametrize("where", ["/xet-write-token/", "/preupload/", "/commit/"])
+def test_push_over_xet_survives_trouble(xet, unchecked, exported, fault, where):
+    """Trouble that passes is waited out, and one commit is made."""
+    for method in ("GET", "POST"):
+        xet.fail(method, where, times=2, **fault)
+    assert push(exported, REPO).changed
+    assert len(xet.repos[REPO].commits) == 2
+
+
+def test_broken_upload_over_xet_leaves_nothing(xet, unchecked, exported, tmp_path):
+    """A connection that breaks in the middle of the content, each time, ends in an error; a later push completes."""
+    there, xet.content_url = xet.content_url, f"{xet.url}/content"
+    xet.fail("POST", "/content/", cut=True, times=1000)
+    with pytest.raises(HubError, match="continues where it stopped"):
+        push(exported, REPO)
+    assert xet.repos[REPO].files.keys() == {".gitattributes"}
+    assert xet.faults[0].times < 1000
+    xet.content_url = there
+    assert push(exported, REPO).changed
+    pull(REPO, tmp_path / "got")
+    assert content(tmp_path / "got") == content(exported)
+
+
 def test_long_waits_are_left_to_the_user(hub, unchecked, exported, waits):
     hub.fail("POST", "/commit/", status=429, headers={"Retry-After": "3600"})
     with pytest.raises(HubError, match="wait 3600 seconds"):
@@ -377,6 +434,36 @@ def test_damaged_download(published, exported, tmp_path):
     assert content(tmp_path / "got") == content(exported)
 
 
+@pytest.mark.parametrize("damage", ["short", "changed", "gone"])
+def test_damaged_download_over_xet(xet, unchecked, exported, tmp_path, damage):
+    """Content that arrives short, changed or not at all gives no folder; once it is whole, the same pull works."""
+    push(exported, REPO)
+    (stored,) = (path for path in xet.content_store.rglob("default.*") if path.suffix != ".tagset")
+    whole = stored.read_bytes()
+    stored.unlink()
+    if damage != "gone":
+        middle = len(whole) // 2
+        rest = b"" if damage == "short" else bytes([whole[middle] ^ 1]) + whole[middle + 1 :]
+        stored.write_bytes(whole[:middle] + rest)
+    with pytest.raises(HubError):
+        pull(REPO, tmp_path / "got")
+    assert not (tmp_path / "got").exists()
+    stored.write_bytes(whole)
+    pull(REPO, tmp_path / "got")
+    assert content(tmp_path / "got") == content(exported)
+
+
+@pytest.mark.parametrize("status", [401, 403, 404, 429, 500])
+def test_pull_over_xet_refused(xet, unchecked, exported, tmp_path, status):
+    """No folder appears, and the message says why, also if a refusal comes when the content is asked for."""
+    push(exported, REPO)
+    retry_after = {"Retry-After": "7"} if status == 429 else {}
+    xet.fail("GET", "/xet-read-token/", status=status, headers=retry_after, times=1000)
+    with pytest.raises(HubError, match=PULL_STATUS[status]):
+        pull(REPO, tmp_path / "got")
+    assert not (tmp_path / "got").exists()
+
+
 PULL_STATUS = {status: STATUS[status] for status in (401, 404, 429, 500)} | {403: "may not read tester/tiny"}
 
 
@@ -391,6 +478,35 @@ def test_pull_refused(published, tmp_path, status, where):
     assert not (tmp_path / "got").exists()
     if where != "/resolve/":
         assert error.match(PULL_STATUS[status])
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "bin"])
+def test_convert_from_the_hub(hub, make_model, tmp_path, kind):
+    """`egmla convert OWNER/NAME` takes safetensors where there are any, else .bin, at a revision, and never code."""
+    source = tmp_path / "copy"
+    make_model(kv_gate="none").save_pretrained(source)
+    torch.save(load_file(source / "model.safetensors"), source / "pytorch_model.bin")
+    (source / "consolidated.safetensors").write_bytes(b"the same once more")
+    for path in source.glob("*.safetensors" if kind == "bin" else "nothing"):
+        path.unlink()
+    hub.publish(REPO, source)
+    repo = hub.repos[REPO]
+    repo.refs["refs/tags/v1"] = repo.refs["refs/heads/main"]
+    repo.commit("refs/heads/main", {"README.md": File.small(b"empty")}, "emptied", repo.refs["refs/heads/main"])
+    report = convert(REPO, tmp_path / "got", revision="v1", to="deepseek_v3", rope_layout="halves")
+    assert report.comparison.passed and type(report.comparison.threshold) is float
+    taken = {path.rsplit("/", 1)[-1] for path in hub.paths("HEAD", "/resolve/")}
+    weights = {"model.safetensors"} if kind == "safetensors" else {"pytorch_model.bin"}
+    assert taken == weights | {"config.json", "generation_config.json"}
+    with pytest.raises(HubError, match="holds no weights"):
+        convert(REPO, tmp_path / "got2")
+    with pytest.raises(HubError, match="There is no tester/other"):
+        convert("tester/other", tmp_path / "got2")
+    hub.fail("GET", "/_lfs/", short=True, times=1000)
+    shutil.rmtree(tmp_path / "cache")
+    with pytest.raises(HubError):
+        convert(REPO, tmp_path / "got2", revision="v1")
+    assert leftovers(tmp_path) == ["got"]
 
 
 def test_pull_says_what_is_not_there(published, exported, tmp_path):

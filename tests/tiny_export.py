@@ -13,9 +13,9 @@ from modeling_egmla.conversion.verify import MANIFEST, list_files
 TOKENS = 60  # of the model's 97 ids
 
 
-def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer of single bytes, of which it knows some; `<s>` begins and ends texts."""
-    characters = sorted(pre_tokenizers.ByteLevel.alphabet())[: TOKENS - 2]
+def tiny_tokenizer(tokens: int = TOKENS) -> PreTrainedTokenizerFast:
+    """A tokenizer of single bytes, of which it knows some (all with 258 tokens); `<s>` begins and ends texts."""
+    characters = sorted(pre_tokenizers.ByteLevel.alphabet())[: tokens - 2]
     vocabulary = {token: index for index, token in enumerate(["<pad>", "<s>", *characters])}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

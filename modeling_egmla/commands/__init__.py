@@ -5,10 +5,12 @@ import typer
 from .common import Commands
 from .convert import convert
 from .demo import demo
+from .distill import distill
 from .eval import evaluate
 from .export import export
 from .generate import generate
 from .plan import plan
+from .plot import plot
 from .pull import pull
 from .push import push
 from .train import train
@@ -41,7 +43,9 @@ app.command()(plan)
 app.command()(demo)
 app.command("eval")(evaluate)
 app.command()(train)
+app.command()(plot)
 app.command()(convert)
+app.command()(distill)
 app.command()(export)
 app.command()(verify)
 app.command()(push)

@@ -1,39 +1,24 @@
 """`egmla convert`: checkpoints of other layouts in, MLA checkpoints out, and EG-MLA models from MLA models."""
 
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from .common import Dtype, console, format_bytes, plain_table
 
 
-class Gate(StrEnum):
-    none = "none"
-    multiply = "multiply"
-    add = "add"
-
-
-class GateNorm(StrEnum):
-    layer_norm = "layer_norm"
-    none = "none"
-
-
-class RopeLayout(StrEnum):
-    keep = "keep"
-    halves = "halves"
-    pairs = "pairs"
-
-
-class Dtype(StrEnum):
-    keep = "keep"
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
+if TYPE_CHECKING:
+    from ..conversion.checking import TextScore
+    from ..conversion.converter import ConversionPlan, Report
 
 
 def convert(
-    source: Annotated[Path, typer.Argument(help="Folder with the checkpoint.", exists=True, file_okay=False)],
-    target: Annotated[Path, typer.Argument(help="Folder to make.")],
+    source: Annotated[str, typer.Argument(help="Folder with the checkpoint, or its id on the Hub.")],
+    target: Annotated[Path | None, typer.Argument(help="Folder to make; not needed for --plan.")] = None,
     to: Annotated[
         str,
         typer.Option(
@@ -51,23 +36,40 @@ def convert(
         Path | None,
         typer.Option(help="config.json of the source, if it lies elsewhere.", exists=True, dir_okay=False),
     ] = None,
-    dtype: Annotated[
-        Dtype, typer.Option(help="Dtype to write; keep: as stored, 8-bit weights in bfloat16.")
-    ] = Dtype.keep,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the Hub; by default main.")] = None,
+    dtype: Dtype = "auto",
     rope: Annotated[
-        RopeLayout, typer.Option(help="Rotary channels in halves (as in Llama) or in pairs (as in DeepSeek).")
-    ] = RopeLayout.keep,
+        Literal["keep", "halves", "pairs"],
+        typer.Option(help="Rotary channels in halves (as in Llama) or in pairs (as in DeepSeek)."),
+    ] = "keep",
+    latent: Annotated[
+        int | None,
+        typer.Option(min=2, help="Width of the latent that a model of the Llama form gets; one channel is constant."),
+    ] = None,
+    latent_energy: Annotated[
+        float | None,
+        typer.Option(min=0, max=1, help="In its place, the share of energy of keys and values to keep, e.g. 0.99."),
+    ] = None,
+    rope_dim: Annotated[
+        int | None,
+        typer.Option(min=2, help="Rotary channels that such a model keeps; by default half of a head's."),
+    ] = None,
+    rotary: Annotated[
+        Literal["position", "energy"],
+        typer.Option(help="Which: those that lose most without rotation, or those with most energy."),
+    ] = "position",
     gate: Annotated[
-        Gate, typer.Option(help="Start an EG-MLA model from an MLA model, with a gate that changes nothing at first.")
-    ] = Gate.none,
+        Literal["none", "multiply", "add"],
+        typer.Option(help="Start an EG-MLA model from an MLA model, with a gate that changes nothing at first."),
+    ] = "none",
     gate_dim: Annotated[int, typer.Option(help="Width of the gate tables.", min=1)] = 256,
     gate_norm: Annotated[
-        GateNorm,
+        Literal["layer_norm", "none"],
         typer.Option(help="LayerNorm behind the gate. With none the start is exact; with layer_norm it may not be."),
-    ] = GateNorm.layer_norm,
+    ] = "layer_norm",
     calibration: Annotated[
         Path | None,
-        typer.Option(help="Text to fit the gate's LayerNorm on, and to measure loss.", exists=True, dir_okay=False),
+        typer.Option(help="Text to fit latent and LayerNorm on, and to measure loss.", exists=True, dir_okay=False),
     ] = None,
     calibration_tokens: Annotated[int, typer.Option(help="Tokens of that text to use.", min=512)] = 16384,
     drop: Annotated[
@@ -75,7 +77,7 @@ def convert(
         typer.Option(help="Pattern of source tensors to leave out, e.g. 'model.layers.61.*'. Repeatable."),
     ] = None,
     max_shard_size: Annotated[str, typer.Option(help="Largest weight file.")] = "5GB",
-    force: Annotated[
+    overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace TARGET if it exists, once the new one is done.")
     ] = False,
     check: Annotated[bool, typer.Option(help="Run both models on the same tokens and compare logits.")] = True,
@@ -87,6 +89,13 @@ def convert(
             show_default=False,
         ),
     ] = None,
+    max_rise: Annotated[
+        float | None,
+        typer.Option(min=0, help="Largest rise of the loss on held-out text, in nats a token, that passes."),
+    ] = None,
+    plan: Annotated[
+        bool, typer.Option("--plan", help="Only say what cache, parameters and tables the result would have.")
+    ] = False,
     reference_logits: Annotated[
         Path | None,
         typer.Option(
@@ -101,7 +110,7 @@ def convert(
 
     An MLA checkpoint (DeepSeek-V2 and V3 with dense layers, MiniCPM3, DeepSeek's own layout) becomes an EG-MLA folder:
 
-        egmla convert MiniCPM3-4B minicpm3-egmla
+        egmla convert openbmb/MiniCPM3-4B minicpm3-egmla
 
     An MLA model becomes the start of a gated one, exactly, or with the paper's LayerNorm, nearly so:
 
@@ -109,57 +118,120 @@ def convert(
 
         egmla convert minicpm3-egmla start --gate multiply --calibration text.txt
 
+    A model of the Llama form (no biases, no norms of queries and keys) becomes MLA, and with --gate EG-MLA, stage by
+    stage, with the loss of each; what that will cost, --plan says before:
+
+        egmla convert llama start --latent 128 --rope-dim 32 --calibration text.txt --max-rise 1
+
+        egmla convert llama --latent 128 --gate multiply --plan
+
     A model without gates goes back to the library's DeepSeek-V3:
 
         egmla convert model back --to deepseek_v3
 
-    A checkpoint with other names needs a table of them: see docs/conversion.md.
+    From the Hub come safetensors, or .bin files where there are none, and never code. A checkpoint with other names
+    needs a table of them: see docs/conversion.md.
 
-    Tensors pass one at a time, so memory stays near the largest; the check holds one whole model at a time in float32,
-    calibration two. TARGET appears when everything is written and checked, and not before. The exit status is 1 if
-    something is missing, unexpected or different.
+    8-bit weights become bfloat16, or what --dtype says. Tensors pass one at a time, so memory stays near the largest;
+    the check holds one whole model at a time in float32, calibration two. TARGET appears when everything is written
+    and checked, and not before. The exit status is 1 if something is missing, unexpected or different.
     """
-    from rich.console import Console
     from rich.progress import Progress
-    from rich.table import Table
     from transformers.utils import logging
 
-    from ..conversion.converter import DTYPES, ConversionError
+    from ..conversion.converter import DTYPES, plan_conversion
     from ..conversion.converter import convert as run
+    from ..conversion.stages import GateStart, LatentStart
 
-    console, errors = Console(soft_wrap=True), Console(stderr=True, soft_wrap=True)
+    start = None
+    if latent is not None and latent_energy is not None:
+        raise ValueError("--latent and --latent-energy exclude each other.")
+    if latent is not None or latent_energy is not None:
+        start = LatentStart(latent, latent_energy, rope_dim, rotary)
+    if plan:
+        planned = plan_conversion(
+            source,
+            revision=revision,
+            layout=layout,
+            config_file=config,
+            latent=start,
+            gates=GateStart(gate, gate_dim, gate_norm),
+        )
+        console().print(plan_table(planned, "bfloat16" if dtype == "auto" else dtype))
+        return
+    if target is None:
+        raise ValueError("TARGET, the folder to make, is missing.")
     logging.disable_progress_bar()
-    try:
-        with Progress(console=errors, transient=True) as bar:
-            task = bar.add_task("tensors", total=None)
-            report = run(
-                source,
-                target,
-                layout=layout,
-                to=to,
-                config_file=config,
-                rope_layout=rope.value,
-                dtype=DTYPES.get(dtype.value),
-                gate=gate.value,
-                gate_dim=gate_dim,
-                gate_norm=gate_norm.value,
-                calibration=calibration,
-                calibration_tokens=calibration_tokens,
-                drop=drop or (),
-                max_shard_size=max_shard_size,
-                force=force,
-                check=check,
-                threshold=threshold,
-                reference_logits=reference_logits,
-                progress=lambda done, total: bar.update(task, completed=done, total=total),
-            )
-    except (ConversionError, FileExistsError) as error:
-        errors.print(f"[bold red]Not converted.[/] {_plain(str(error))}", highlight=False)
-        raise typer.Exit(1) from error
-    except OSError as error:
-        errors.print(f"[bold red]Not converted.[/] {_plain(str(error))} Nothing was written.", highlight=False)
-        raise typer.Exit(1) from error
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("tensors", total=None)
+        report = run(
+            source,
+            target,
+            revision=revision,
+            layout=layout,
+            to=to,
+            config_file=config,
+            rope_layout=rope,
+            dtype=DTYPES.get(dtype),
+            latent=start,
+            gate=gate,
+            gate_dim=gate_dim,
+            gate_norm=gate_norm,
+            calibration=calibration,
+            calibration_tokens=calibration_tokens,
+            drop=drop or (),
+            max_shard_size=max_shard_size,
+            force=overwrite,
+            check=check,
+            threshold=threshold,
+            max_rise=max_rise,
+            reference_logits=reference_logits,
+            staged=lambda stage, score: bar.console.print(score_line(stage, score), highlight=False),
+            progress=lambda done, total: bar.update(task, completed=done, total=total),
+        )
+    table = Table(title=f"Wrote {target}", show_header=False, box=None, title_justify="left")
+    for name, text in report_rows(report).items():
+        table.add_row(name, escape(text))
+    console().print(table)
 
+
+def score_line(stage: str, score: "TextScore") -> str:
+    """A stage and how it does on held-out text, nats a token."""
+    return (
+        f"{stage}: loss {score.loss:.4f}, perplexity {score.perplexity:,.2f}, divergence from the source "
+        f"{score.divergence:.2e}"
+    )
+
+
+def plan_table(plan: "ConversionPlan", dtype: str) -> Table:
+    """Parameters and cache of a source and of what it would become, in `dtype`."""
+    from ..plan import BYTES, TOKEN_ID_BYTES, count_parameters
+
+    config, parameters = plan.config, count_parameters(plan.config)
+    tokens = config.max_position_embeddings
+    ids = TOKEN_ID_BYTES * tokens
+
+    def share(here: int, there: int) -> str:
+        return f"{here / there:.1%}"
+
+    cache = config.cache_elements_per_token
+    sizes = [elements * BYTES[dtype] * tokens for elements in (plan.source_cache, cache)]
+    table = plain_table("Nothing was written", "", "source", "result", "result / source")
+    table.add_row(
+        "parameters",
+        f"{plan.source_parameters:,}",
+        f"{parameters.total:,}",
+        share(parameters.total, plan.source_parameters),
+    )
+    table.add_row("of these gate tables", "0", f"{parameters.tables:,}")
+    table.add_row("cached elements a token", f"{plan.source_cache:,}", f"{cache:,}", share(cache, plan.source_cache))
+    table.add_row(f"cache of {tokens:,} tokens, {dtype}", *map(format_bytes, sizes), share(sizes[1], sizes[0]))
+    table.add_row("and their ids", "", format_bytes(ids))
+    return table
+
+
+def report_rows(report: "Report") -> dict[str, str]:
+    """What a conversion did, by topic."""
     inventory = report.inventory
     rows = {
         "layout": f"{report.source_layout} to {report.target_layout}",
@@ -173,20 +245,7 @@ def convert(
         "files taken over": ", ".join(report.carried) or "none",
         "files left behind": ", ".join(report.left),
         "note": "\n".join(report.notes),
-        "held-out text": "\n".join(
-            f"loss {score.loss:.4f}, divergence from the source {score.divergence:.2e} nats a token: {stage}"
-            for stage, score in report.stages.items()
-        ),
+        "held-out text": "\n".join(score_line(stage, score) for stage, score in report.stages.items()),
         "check": str(report.comparison or "logits were not compared (--no-check)"),
     }
-    table = Table(title=f"Wrote {target}", show_header=False, box=None, title_justify="left")
-    for name, text in rows.items():
-        if text:
-            table.add_row(name, _plain(text))
-    console.print(table, highlight=False)
-
-
-def _plain(text: str) -> str:
-    from rich.markup import escape
-
-    return escape(text)
+    return {name: text for name, text in rows.items() if text}

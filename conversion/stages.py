@@ -1,0 +1,271 @@
+"""
+Starts that are near to their source and not equal to it: from MLA to EG-MLA, and from models of the Llama form to MLA
+and on. Each is made in stages, and what a stage costs is measured on text that nothing was fitted on.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from ..configuration_egmla import EGMLAConfig
+from .checking import TextScore, load_library_model, score_text
+from .checkpoint import Checkpoint, ConversionError
+from .gating import Bases, fit_norms, with_gate
+from .gqa import GQAFactors, GQAPlan, full_latent, input_moments, mla_config, mla_weights
+from .vocabulary import load_tokenizer
+from .weights import Weights, build_model
+
+
+WINDOW = 256  # tokens in a piece of calibration text
+HELD_OUT = 4  # one in so many pieces, the last ones
+
+
+@dataclass(frozen=True)
+class GateStart:
+    """
+    The gates that a model starts with.
+
+    Attributes:
+        kind: `"multiply"` or `"add"`; `"none"` for plain MLA.
+        dim: `kv_gate_dim`.
+        norm: `kv_gate_norm`.
+    """
+
+    kind: str = "none"
+    dim: int = 256
+    norm: str = "layer_norm"
+
+
+@dataclass(frozen=True)
+class LatentStart:
+    """
+    The MLA model that a model of the Llama form becomes.
+
+    Attributes:
+        width: `kv_lora_rank`, one channel of which is constant.
+        energy: in the place of a width, the share of the weighted energy of keys and values that is kept.
+        rope_dim: `qk_rope_head_dim`; by default half of the source's heads.
+        rotary: which components stay rotary, `"position"` or `"energy"` (see [`gqa.choose_frequencies`]).
+        mix: mix the heads of keys at each frequency before.
+    """
+
+    width: int | None = None
+    energy: float | None = None
+    rope_dim: int | None = None
+    rotary: str = "position"
+    mix: bool = True
+
+
+def read_windows(calibration: str | Path | torch.Tensor, tokens: int, source: Path, config) -> torch.Tensor:
+    """
+    Calibration ids, [N, S].
+
+    Args:
+        calibration: text file, or the ids.
+        tokens: tokens of the file to use.
+        source: folder with the tokenizer.
+        config: of the model that will read them.
+
+    Raises:
+        ConversionError: the text cannot be read, is too short, or does not fit the model.
+    """
+    length = min(WINDOW, config.max_position_embeddings)
+    if isinstance(calibration, torch.Tensor):
+        windows = calibration
+    else:
+        try:
+            text = Path(calibration).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConversionError(f"Calibration text {calibration} cannot be read as UTF-8 ({error}).") from error
+        try:
+            tokenizer = load_tokenizer(source)
+        except (OSError, ValueError) as error:
+            raise ConversionError(f"The tokenizer in {source} does not load ({error}).") from error
+        if tokenizer is None:
+            raise ConversionError(f"Calibration text needs a tokenizer, and {source} has none: put it there.")
+        # Some eight bytes a token at most, so that a large file is not tokenised in vain.
+        ids = tokenizer(text[: 8 * tokens], add_special_tokens=False, verbose=False)["input_ids"][:tokens]
+        windows = torch.tensor(ids[: len(ids) // length * length]).view(-1, length)
+    if windows.dim() != 2 or windows.shape[0] < 2:
+        raise ConversionError(f"Calibration needs at least two windows of {length} tokens: give more text.")
+    if (outside := windows[(windows < 0) | (windows >= config.vocab_size)]).numel():
+        raise ConversionError(
+            f"The tokenizer gives id {outside[0].item()}, outside the model's vocabulary of {config.vocab_size}: it "
+            "does not belong to the model."
+        )
+    return windows
+
+
+def split_windows(windows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Windows to fit on, and those to measure on."""
+    held_out = max(len(windows) // HELD_OUT, 1)
+    return windows[:-held_out], windows[-held_out:]
+
+
+def start_gate(
+    weights: Weights, gate: GateStart, bases: Bases | None, windows: torch.Tensor | None, notes: list[str]
+) -> tuple[Weights, dict[str, TextScore]]:
+    """An EG-MLA model from an MLA model, and how it does at every stage on the last of `windows` [N, S]."""
+    if weights.config.kv_gate != "none":
+        raise ConversionError(f"The source has gates already (`kv_gate` is {weights.config.kv_gate!r}).")
+    gated = with_gate(weights, gate.kind, gate.dim, gate.norm, bases=bases)
+    if windows is None:
+        if gate.norm == "layer_norm":
+            notes.append("the gate's LayerNorm was not fitted and no loss measured: give text with --calibration")
+        return gated, {}
+
+    fit_on, measure_on = split_windows(windows)
+    model = build_model(weights)
+
+    def score(stage: Weights) -> TextScore:
+        return score_text(build_model(stage), model, measure_on)
+
+    stages = {"source": score_text(model, model, measure_on)}
+    if gate.norm == "none":
+        return gated, {**stages, "neutral gate": score(gated)}
+    naive = with_gate(weights, gate.kind, gate.dim, gate.norm)
+    fitted = with_gate(weights, gate.kind, gate.dim, gate.norm, bases=bases, fitted=fit_norms(model, gated, fit_on))
+    stages["neutral gate, LayerNorm as it is initialised"] = score(naive)
+    stages["change of basis"] = before = score(gated)
+    stages["LayerNorm fitted"] = after = score(fitted)
+    if after.divergence > before.divergence:
+        notes.append("the fitted LayerNorm was no better on held-out text and was not used")
+        return gated, stages
+    return fitted, stages
+
+
+def planned_config(theirs, latent: LatentStart, gate: GateStart) -> EGMLAConfig:
+    """
+    The config of the MLA model that a model with the library config `theirs` becomes, but for which frequencies stay
+    rotary.
+
+    Raises:
+        ConversionError: the shape does not fit the source.
+    """
+    plan = _shape(theirs, latent, gate, latent.width, WINDOW)
+    plan.check(theirs)
+    counts = torch.zeros(theirs.head_dim // 2, dtype=torch.long)
+    counts += plan.rope_dim // 2 // len(counts)
+    counts[: plan.rope_dim // 2 % len(counts)] += 1
+    return mla_config(theirs, plan, counts)
+
+
+def _shape(theirs, latent: LatentStart, gate: GateStart, width: int, length: int) -> GQAPlan:
+    rope_dim = theirs.head_dim // 2 if latent.rope_dim is None else latent.rope_dim
+    norm_channels = gate.kind != "none" and gate.norm == "layer_norm"
+    return GQAPlan(min(width, full_latent(theirs)), rope_dim, latent.rotary, latent.mix, norm_channels, length)
+
+
+@dataclass(frozen=True)
+class LlamaStart:
+    """
+    What [`start_from_llama`] made.
+
+    Attributes:
+        weights: of the result.
+        stages: its scores, the source's first.
+        exact: logits [B, S, V] of the MLA model that loses nothing, which must be the source's.
+        reference: those of the source.
+        kept: share of the weighted energy of keys and values that the latent keeps, mean over layers.
+        counts: components that stay rotary at each frequency, the fastest first.
+    """
+
+    weights: Weights
+    stages: dict[str, TextScore]
+    exact: torch.Tensor
+    reference: torch.Tensor
+    kept: float
+    counts: tuple[int, ...]
+
+
+@torch.no_grad()
+def start_from_llama(
+    checkpoint: Checkpoint,
+    theirs,
+    latent: LatentStart,
+    gate: GateStart,
+    windows: torch.Tensor,
+    check_ids: torch.Tensor,
+    dtype: Callable[[str], torch.dtype],
+    done: Callable[[str, TextScore], None],
+) -> LlamaStart:
+    """
+    An MLA or EG-MLA model from a model of the Llama form, stage by stage.
+
+    Args:
+        checkpoint: of the source.
+        theirs: its library config.
+        latent, gate: what to make.
+        windows: ids of calibration text, [N, S]; the last quarter measures and is not fitted on.
+        check_ids: ids [B, S] that the conversion without loss is checked on.
+        dtype: of the source's tensors, as they are to be written.
+        done: called with every stage.
+
+    Raises:
+        ConversionError: the shape does not fit the source.
+    """
+    fit_on, measure_on = split_windows(windows)
+    source = load_library_model(checkpoint.folder, checkpoint)
+    inputs = input_moments(source, fit_on)
+    stages: dict[str, TextScore] = {}
+
+    def score(name: str, model: nn.Module) -> None:
+        stages[name] = score_text(model, source, measure_on)
+        done(name, stages[name])
+
+    def factorise(plan: GQAPlan) -> GQAFactors:
+        return GQAFactors(checkpoint.read, theirs, inputs, plan)
+
+    def build(factors: GQAFactors) -> nn.Module:
+        return build_model(mla_weights(factors, lambda name: torch.float32))
+
+    whole, all_rotary = full_latent(theirs), theirs.num_key_value_heads * theirs.head_dim
+    widest = _shape(theirs, latent, GateStart(), whole, windows.shape[1])
+    lossless = build(factorise(replace(widest, rope_dim=all_rotary)))
+    exact, reference = (model(check_ids, use_cache=False).logits for model in (lossless, source))
+    del lossless
+
+    score("source", source)
+    few_rotary = factorise(widest)
+    score(f"rotary in {widest.rope_dim} channels of {all_rotary}", build(few_rotary))
+    kept, width = few_rotary.kept(), latent.width
+    if width is None:
+        width = 2 + int((kept < latent.energy).sum())
+    factors = factorise(_shape(theirs, latent, gate, width, windows.shape[1]))
+    width = factors.plan.latent
+    model = build(factors)
+    norms = [layer.self_attn.kv_a_layernorm for layer in model.model.layers]
+    for layer in model.model.layers:
+        layer.self_attn.kv_a_layernorm = FixedNorm(layer.self_attn.kv_a_layernorm.weight)
+    score(f"latent of {width}", model)
+    for layer, norm in zip(model.model.layers, norms):
+        layer.self_attn.kv_a_layernorm = norm
+    score("RMSNorm of the latent", model)
+
+    weights = mla_weights(factors, dtype)
+    if gate.kind != "none":
+        wide = mla_weights(factors, lambda name: torch.float32)
+        neutral = with_gate(wide, gate.kind, gate.dim, gate.norm)
+        fitted = None
+        if gate.norm == "layer_norm":
+            score("gate of one, LayerNorm as it is initialised", build_model(neutral))
+            fitted = fit_norms(model, neutral, fit_on)
+        weights = with_gate(weights, gate.kind, gate.dim, gate.norm, fitted=fitted)
+        name = "gate of one" if fitted is None else "LayerNorm fitted"
+        score(name, build_model(with_gate(wide, gate.kind, gate.dim, gate.norm, fitted=fitted)))
+    kept_here = kept[min(width - 1, len(kept)) - 1].item()
+    return LlamaStart(weights, stages, exact, reference, kept_here, tuple(factors.counts.tolist()))
+
+
+class FixedNorm(nn.Module):
+    """The latent's RMSNorm with the length of the constant channel in the place of the measured one."""
+
+    def __init__(self, weight: torch.Tensor):
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, latent: torch.Tensor) -> torch.Tensor:
+        return latent * (self.weight / self.weight[0])

@@ -1,0 +1,32 @@
+"""`egmla distill`: heal a converted model with its source as teacher."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .common import console, need
+
+
+def distill(
+    recipe: Annotated[
+        Path, typer.Argument(exists=True, dir_okay=False, help="YAML recipe, as configuration/recipes/distill-*.yaml.")
+    ],
+) -> None:
+    """
+    Train a converted model to say what its source says: its logits, its hidden states, and the text, as weighted.
+
+    The same command continues a run that was stopped, from its last checkpoint.
+
+    - `egmla convert llama start --latent 128 --gate multiply --calibration text.txt`
+    - `egmla distill distill-smollm2.yaml`
+    """
+    need("train", "accelerate", "datasets")
+    from ..training.distill import distill as run
+
+    report = run(recipe)
+    console().print(
+        f"{report['steps']} steps, {report['tokens_seen']:,} tokens ({report['passes']:.2f} passes), "
+        f"{report['seconds'] / 60:.1f} min: validation loss {report['validation_loss']:.4f} nats a token "
+        f"(before: {report['initial_validation_loss']:.4f}, teacher: {report['teacher_validation_loss']:.4f})."
+    )

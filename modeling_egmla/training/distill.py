@@ -1,0 +1,263 @@
+"""
+Distillation by a recipe (`egmla distill`): a converted model learns to say what its source says.
+
+For every token the student is held to the teacher's next-token distribution (Kullback-Leibler divergence), to the
+hidden states behind each of its layers (squared error over squared length) and to the text itself, as weighted.
+"""
+
+import json
+import os
+import shlex
+import sys
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import yaml
+from huggingface_hub.dataclasses import strict
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, TrainerState, default_data_collator
+from transformers.trainer_utils import get_last_checkpoint
+
+from ..modeling_egmla import EGMLAForCausalLM
+from .data import bits_per_byte, load_documents, pack_documents, split_documents
+from .recipe import DataRecipe, GateTablesRecipe, RecipeError, TrainingRecipe, positive, read_section
+from .run import build_arguments, check_same_run, is_finished
+from .trainer import EGMLATrainer, JSONLinesLog, mean_token_loss, token_losses
+
+
+@strict
+@dataclass
+class DistillationRecipe:
+    """
+    Weights of the three losses, and the temperature of the distributions that `logits` compares (its loss is
+    multiplied by the temperature's square, so that gradients keep their size).
+    """
+
+    logits: float = 1.0
+    hidden_states: float = 1.0
+    labels: float = 0.0
+    temperature: float = positive(default=1.0)
+
+    def validate_weights(self):
+        weights = (self.logits, self.hidden_states, self.labels)
+        if min(weights) < 0 or not any(weights):
+            raise ValueError("`distillation` needs weights that are not negative, and one above 0.")
+
+
+@strict
+@dataclass
+class PairRecipe:
+    """Folders or Hub ids of the `student`, whose tokenizer is used, and of the `teacher`."""
+
+    student: str
+    teacher: str
+
+
+@strict
+@dataclass
+class DistillRecipe:
+    """A whole recipe."""
+
+    models: PairRecipe
+    data: DataRecipe
+    training: TrainingRecipe
+    distillation: DistillationRecipe = field(default_factory=DistillationRecipe)
+    gate_tables: GateTablesRecipe = field(default_factory=GateTablesRecipe)
+
+
+class DistillationTrainer(EGMLATrainer):
+    """
+    Trains a student on what a teacher says; evaluates it on text alone.
+
+    Args:
+        teacher: a causal language model with the student's vocabulary; it is not trained and not saved.
+        distillation: weights of the losses.
+    """
+
+    def __init__(self, *args, teacher: PreTrainedModel, distillation: DistillationRecipe, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.teacher = teacher.to(self.args.device).eval().requires_grad_(False)
+        self.distillation = distillation
+        self.parts: dict[str, list[float]] = {}
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        """The weighted sum of the losses, each a mean over predicted tokens of the whole batch."""
+        if not model.training:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        weights = self.distillation
+        predicted = inputs["labels"][:, 1:] != -100
+        count = predicted.sum() if num_items_in_batch is None else num_items_in_batch
+        ids = {name: inputs[name] for name in ("input_ids", "attention_mask") if name in inputs}
+        with_states = weights.hidden_states > 0
+        outputs = model(**ids, use_cache=False, output_hidden_states=with_states)
+        with torch.no_grad():
+            target = self.teacher(**ids, use_cache=False, output_hidden_states=with_states)
+
+        losses = {}
+        if weights.logits:
+            temperature = weights.temperature
+            divergences = token_divergences(outputs.logits / temperature, target.logits / temperature)
+            losses["logits"] = temperature**2 * divergences[:, :-1][predicted].sum() / count
+        if with_states:
+            errors = state_errors(outputs.hidden_states, target.hidden_states)
+            losses["hidden_states"] = errors[:, :-1][predicted].sum() / count
+        if weights.labels:
+            losses["labels"] = token_losses(outputs.logits, inputs["labels"]).sum() / count
+        for name, loss in losses.items():
+            self.parts.setdefault(name, []).append(loss.item())
+        total = sum(getattr(weights, name) * loss for name, loss in losses.items())
+        return (total, outputs) if return_outputs else total
+
+    def log(self, logs, *args, **kwargs):
+        """As the library's, with each loss of its own since the last time."""
+        if "loss" in logs:
+            steps = self.args.gradient_accumulation_steps
+            logs = {**logs, **{f"loss_{name}": sum(p) / len(p) * steps for name, p in self.parts.items() if p}}
+            self.parts = {}
+        super().log(logs, *args, **kwargs)
+
+
+def token_divergences(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Kullback-Leibler divergence of each token's distribution from its target's, [B, S], in nats, of [B, S, V]."""
+    log_target = target.float().log_softmax(-1)
+    return F.kl_div(logits.float().log_softmax(-1), log_target, reduction="none", log_target=True).sum(-1)
+
+
+def state_errors(states: tuple[torch.Tensor, ...], target: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """Squared error over the target's squared length, mean over layers, [B, S], of hidden states [B, S, E] each."""
+    errors = [
+        (state.float() - wanted.float()).square().sum(-1) / wanted.float().square().sum(-1).clamp_min(1e-12)
+        for state, wanted in zip(states[1:], target[1:])  # behind each layer; the embeddings are before
+    ]
+    return torch.stack(errors).mean(0)
+
+
+def load_distill_recipe(path: str | Path) -> DistillRecipe:
+    """
+    Reads a recipe from a YAML file.
+
+    Raises:
+        RecipeError: the file is not YAML, or a key is unknown, missing or wrong; the message names it.
+    """
+    try:
+        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise RecipeError(f"{path} is not YAML: {error}") from error
+    return read_section(DistillRecipe, values)
+
+
+def load_pair(recipe: DistillRecipe) -> tuple[EGMLAForCausalLM, PreTrainedModel]:
+    """
+    Loads student and teacher, in float32.
+
+    Raises:
+        RecipeError: they cannot be compared, or the sequences of the recipe are too long for one of them.
+    """
+    student = EGMLAForCausalLM.from_pretrained(recipe.models.student, dtype=torch.float32)
+    teacher = AutoModelForCausalLM.from_pretrained(recipe.models.teacher, dtype=torch.float32)
+    same = ["vocab_size"] + (["hidden_size", "num_hidden_layers"] if recipe.distillation.hidden_states else [])
+    for name in same:
+        ours, theirs = getattr(student.config, name), getattr(teacher.config, name)
+        if ours != theirs:
+            remedy = "" if name == "vocab_size" else " Set `distillation.hidden_states` to 0 to compare logits only."
+            raise RecipeError(f"`models.teacher` has `{name}` {theirs}, but the student {ours}.{remedy}")
+    longest = min(model.config.max_position_embeddings for model in (student, teacher))
+    if recipe.data.sequence_length > longest:
+        raise RecipeError(
+            f"`data.sequence_length` is {recipe.data.sequence_length}, but the models' context is {longest}."
+        )
+    return student, teacher
+
+
+def distill(recipe_path: str | Path) -> dict[str, Any]:
+    """
+    Runs a recipe. The output folder gets checkpoints, `log.jsonl` (validation losses from the start on), a copy of the
+    recipe, and at the end the model, its tokenizer and `training.json`. A run whose folder has a checkpoint continues
+    from it, to the same weights.
+
+    Returns:
+        What `training.json` says: validation losses in nats a token, of the teacher, of the student before and after,
+        tokens, seconds, and the command.
+
+    Raises:
+        RecipeError: the recipe is wrong, or the output folder belongs to another one.
+    """
+    recipe = load_distill_recipe(recipe_path)
+    arguments = build_arguments(recipe.training, recipe.data.sequence_length)
+    folder = Path(recipe.training.output_dir)
+    kept_recipe = folder / "recipe.yaml"
+    if kept_recipe.exists():
+        check_same_run(load_distill_recipe(kept_recipe), recipe)
+
+    student, teacher = load_pair(recipe)
+    tokenizer = AutoTokenizer.from_pretrained(recipe.models.student)
+    if tokenizer.eos_token_id is None:
+        raise RecipeError("`models.student`: its tokenizer has no eos token to put between documents.")
+    with arguments.main_process_first():
+        train_text, validation_text = split_documents(load_documents(recipe.data), recipe.data.validation_share)
+        length = recipe.data.sequence_length
+        train_blocks = pack_documents(train_text, tokenizer, length, keep_all=False)
+        validation_blocks = pack_documents(validation_text, tokenizer, length, keep_all=True)
+
+    use_cache, generation = student.config.use_cache, student.generation_config
+    evaluation = {
+        "args": arguments,
+        "eval_dataset": validation_blocks,
+        "data_collator": default_data_collator,
+        "compute_metrics": mean_token_loss,
+        "preprocess_logits_for_metrics": token_losses,
+    }
+    log = JSONLinesLog(folder / "log.jsonl")
+    trainer = DistillationTrainer(
+        model=student,
+        train_dataset=train_blocks,
+        processing_class=tokenizer,
+        callbacks=[log],
+        gate_tables=recipe.gate_tables,
+        teacher=teacher,
+        distillation=recipe.distillation,
+        **evaluation,
+    )
+    teacher_file = folder / "teacher.json"
+    checkpoint = get_last_checkpoint(folder) if folder.is_dir() else None
+    if checkpoint is None:
+        folder.mkdir(parents=True, exist_ok=True)
+        log.path.unlink(missing_ok=True)
+        teacher_loss = EGMLATrainer(model=teacher, **evaluation).evaluate()["eval_loss"]
+        start_loss = trainer.evaluate()["eval_loss"]
+        if trainer.is_world_process_zero():
+            losses = {"teacher_validation_loss": teacher_loss, "initial_validation_loss": start_loss}
+            teacher_file.write_text(json.dumps(losses) + "\n", encoding="utf-8")
+            kept_recipe.write_text(yaml.safe_dump(asdict(recipe), sort_keys=False), encoding="utf-8")
+    if checkpoint is not None and is_finished(checkpoint, recipe.training):
+        # Trainer would take one more step.
+        trainer.state = TrainerState.load_from_json(os.path.join(checkpoint, "trainer_state.json"))
+        trainer.model.load_state_dict(EGMLAForCausalLM.from_pretrained(checkpoint).state_dict())
+        log.on_train_begin(arguments, trainer.state, trainer.control)
+    else:
+        trainer.train(resume_from_checkpoint=checkpoint)
+
+    metrics, seconds = trainer.evaluate(), log.seconds
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    model.config.use_cache, model.generation_config = use_cache, generation
+    tokens = trainer.state.global_step * recipe.training.batch_tokens
+    report = {
+        **json.loads(teacher_file.read_text(encoding="utf-8")),
+        "validation_loss": metrics["eval_loss"],
+        "validation_bits_per_byte": bits_per_byte(metrics["eval_loss"], metrics["eval_tokens"], validation_text),
+        "validation_tokens": metrics["eval_tokens"],
+        "steps": trainer.state.global_step,
+        "tokens_seen": tokens,
+        "passes": tokens / (len(train_blocks) * length),
+        "parameters": model.num_parameters(),
+        "seed": recipe.training.seed,
+        "seconds": seconds,
+        "command": shlex.join(["egmla", *sys.argv[1:]]),
+    }
+    if trainer.is_world_process_zero():
+        model.to(getattr(torch, recipe.training.save_dtype)).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        (folder / "training.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    return report

@@ -1,0 +1,194 @@
+"""Distillation: a converted model comes nearer to its source, and a run that is stopped goes on to the same end."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from conftest import tiny_model
+from safetensors.torch import load_file
+from test_gqa import CALIBRATION, tiny_llama
+from tiny_export import tiny_tokenizer
+from transformers import TrainerCallback, default_data_collator
+
+from modeling_egmla import EGMLAForCausalLM
+from modeling_egmla.conversion.converter import convert
+from modeling_egmla.conversion.stages import LatentStart
+from modeling_egmla.training import RecipeError
+from modeling_egmla.training import distill as room
+from modeling_egmla.training.distill import DistillationRecipe, DistillationTrainer, distill, load_distill_recipe
+from modeling_egmla.training.run import build_arguments
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory) -> Path:
+    """A teacher of the Llama form, what it was converted to, and text."""
+    folder = tmp_path_factory.mktemp("pair")
+    tiny_llama().save_pretrained(folder / "teacher")
+    tiny_tokenizer(97).save_pretrained(folder / "teacher")
+    latent = LatentStart(width=9, rope_dim=6)
+    convert(
+        folder / "teacher", folder / "student", latent=latent, calibration=CALIBRATION, gate="multiply", gate_dim=6
+    )
+    rng, words = random.Random(0), ["THE", "STATE", "OF", "UNION", "LAW", "PEACE", "TRADE", "PEOPLE", "WAR", "TREATY"]
+    for number in range(40):
+        text = " ".join(rng.choices(words, k=60))
+        (folder / f"{number:02}.txt").write_text(text)
+    return folder
+
+
+@pytest.fixture
+def recipe(pair, tmp_path) -> dict:
+    return {
+        "models": {"student": str(pair / "student"), "teacher": str(pair / "teacher")},
+        "data": {"files": [str(pair / "*.txt")], "validation_share": 0.2, "sequence_length": 32},
+        "training": {
+            "output_dir": str(tmp_path / "out"),
+            "batch_tokens": 128,
+            "sequences_per_device": 2,
+            "steps": 8,
+            "learning_rate": 0.001,
+            "schedule": "constant",
+            "eval_steps": 4,
+            "save_steps": 4,
+            "logging_steps": 1,
+            "arguments": {"disable_tqdm": True},
+        },
+    }
+
+
+def write(recipe: dict, path: Path) -> Path:
+    path.write_text(yaml.safe_dump(recipe))
+    return path
+
+
+def test_student_comes_nearer(recipe, tmp_path):
+    """Divergence and errors of hidden states fall; the folder holds a model, its log and a report with all losses."""
+    report = distill(write({**recipe, "training": {**recipe["training"], "steps": 24}}, tmp_path / "recipe.yaml"))
+    lines = [json.loads(line) for line in (tmp_path / "out/log.jsonl").read_text().splitlines()]
+    for part in ("loss_logits", "loss_hidden_states"):
+        values = [line[part] for line in lines if part in line]
+        assert len(values) == 24 and sum(values[-4:]) < 0.8 * sum(values[:4]), values
+    losses = [line["eval_loss"] for line in lines if "eval_loss" in line]
+    assert lines[0]["step"] == 0 and losses[0] == pytest.approx(report["initial_validation_loss"])
+    assert losses[-1] == pytest.approx(report["validation_loss"]) and report["teacher_validation_loss"] > 0
+    saved = json.loads((tmp_path / "out/training.json").read_text())
+    assert saved == report and report["tokens_seen"] == 24 * 128
+    assert EGMLAForCausalLM.from_pretrained(tmp_path / "out").config.kv_gate == "multiply"
+
+
+def test_stopped_run_goes_on_to_the_same_weights(recipe, tmp_path, monkeypatch):
+    """Killed after the checkpoint of step 4, the same command continues there and ends with the same bits."""
+
+    class Killed(Exception):
+        pass
+
+    class Killer(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 6:
+                raise Killed
+
+    whole = {**recipe, "training": {**recipe["training"], "output_dir": str(tmp_path / "whole")}}
+    expected = distill(write(whole, tmp_path / "whole.yaml"))
+    path = write(recipe, tmp_path / "recipe.yaml")
+    trainer_class = room.DistillationTrainer
+    monkeypatch.setattr(
+        room,
+        "DistillationTrainer",
+        lambda callbacks, **kwargs: trainer_class(callbacks=[*callbacks, Killer()], **kwargs),
+    )
+    with pytest.raises(Killed):
+        distill(path)
+    monkeypatch.undo()
+    report = distill(path)
+    ends = [load_file(tmp_path / name / "model.safetensors") for name in ("whole", "out")]
+    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+    assert report["validation_loss"] == expected["validation_loss"]
+    steps = [json.loads(line)["step"] for line in (tmp_path / "out/log.jsonl").read_text().splitlines()]
+    assert steps == sorted(steps) and {0, 4, 8} <= set(steps)
+    assert distill(path)["steps"] == 8  # a run that is finished takes no step more
+    with pytest.raises(RecipeError, match="differs in `distillation`"):
+        distill(write({**recipe, "distillation": {"labels": 1.0}}, tmp_path / "other.yaml"))
+
+
+def make_trainer(recipe: dict, tmp_path: Path, student, teacher, **training) -> DistillationTrainer:
+    recipe = {**recipe, "training": {**recipe["training"], **training}, "distillation": {"labels": 0.5}}
+    read = load_distill_recipe(write(recipe, tmp_path / "recipe.yaml"))
+    rows = torch.randint(0, 97, (8, 32), generator=torch.Generator().manual_seed(1))
+    lengths = torch.tensor([32, 20, 30, 8, 32, 26, 12, 18])
+    labels = rows.masked_fill(torch.arange(32) >= lengths[:, None], -100)
+    return DistillationTrainer(
+        model=student,
+        args=build_arguments(read.training, 32),
+        train_dataset=[{"input_ids": ids, "labels": label} for ids, label in zip(rows, labels)],
+        data_collator=default_data_collator,
+        teacher=teacher,
+        distillation=read.distillation,
+    )
+
+
+def test_accumulation_changes_nothing(recipe, pair, tmp_path):
+    """One pass of four sequences or four of one: the same step, however uneven the lengths; the teacher stays."""
+    ends, before = [], tiny_llama().state_dict()
+    for number, size in enumerate((4, 1)):
+        student, teacher = EGMLAForCausalLM.from_pretrained(pair / "student"), tiny_llama()
+        settings = {"steps": 1, "sequences_per_device": size, "arguments": {"optim": "sgd", "eval_strategy": "no"}}
+        make_trainer(recipe, tmp_path, student, teacher, **settings, output_dir=str(tmp_path / str(number))).train()
+        ends.append(student.state_dict())
+        assert all(torch.equal(before[name], value) for name, value in teacher.state_dict().items())
+    moved = max((ends[0][name] - value).abs().max() for name, value in ends[1].items())
+    start = EGMLAForCausalLM.from_pretrained(pair / "student").state_dict()
+    assert moved < 1e-6 < 1e-4 < max((start[name] - value).abs().max() for name, value in ends[1].items())
+
+
+def test_equal_models_have_no_loss(recipe, tmp_path):
+    """A student that is its teacher has neither divergence nor errors, and the text's loss is the library's."""
+    model, same = tiny_model(), tiny_model()
+    trainer = make_trainer(recipe, tmp_path, model.train(), same, arguments={"eval_strategy": "no"})
+    inputs = default_data_collator([trainer.train_dataset[i] for i in range(4)])
+    total = trainer.compute_loss(model, inputs)
+    assert trainer.parts["logits"][0] < 1e-6 and trainer.parts["hidden_states"][0] < 1e-9
+    torch.testing.assert_close(total, 0.5 * model(**inputs).loss)
+
+
+def test_losses_are_what_they_say():
+    """Divergence in nats and relative errors, from their definitions."""
+    logits, target = torch.randn(2, 1, 3, 7).double().unbind()
+    p, q = target.softmax(-1), logits.softmax(-1)
+    torch.testing.assert_close(
+        room.token_divergences(logits, target).double(), (p * (p / q).log()).sum(-1), atol=1e-5, rtol=0
+    )
+    states = tuple(torch.full((1, 2, 4), value) for value in (9.0, 2.0, 3.0))
+    wanted = tuple(torch.full((1, 2, 4), value) for value in (0.0, 1.0, 6.0))
+    torch.testing.assert_close(room.state_errors(states, wanted), torch.full((1, 2), (1 + 0.25) / 2))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"distillation": {"logits": -1.0}}, "not negative"),
+        ({"distillation": {"logits": 0, "hidden_states": 0}}, "one above 0"),
+        ({"distillation": {"warmth": 1}}, "distillation.warmth"),
+        ({"teachers": "x"}, "Unknown key `teachers`"),
+    ],
+)
+def test_wrong_recipes_are_named(recipe, tmp_path, changes, message):
+    with pytest.raises(RecipeError, match=message):
+        load_distill_recipe(write({**recipe, **changes}, tmp_path / "recipe.yaml"))
+
+
+def test_pairs_that_cannot_be_compared(recipe, tmp_path):
+    """Another vocabulary, or other layers where hidden states are compared, is named; logits alone may do."""
+    tiny_llama(num_hidden_layers=3).save_pretrained(tmp_path / "deeper")
+    tiny_llama(vocab_size=90).save_pretrained(tmp_path / "other")
+    for teacher, message in (("deeper", "`num_hidden_layers` 3"), ("other", "`vocab_size` 90")):
+        models = {**recipe["models"], "teacher": str(tmp_path / teacher)}
+        path = write({**recipe, "models": models}, tmp_path / "recipe.yaml")
+        with pytest.raises(RecipeError, match=message):
+            distill(path)
+    models = {**recipe["models"], "teacher": str(tmp_path / "deeper")}
+    logits_only = {**recipe, "models": models, "distillation": {"hidden_states": 0}}
+    room.load_pair(load_distill_recipe(write(logits_only, tmp_path / "recipe.yaml")))
+    assert DistillationRecipe().temperature == 1
