@@ -11,6 +11,7 @@ Shapes: V `vocab_size`, W width of a table (`kv_gate_dim`, or D for precomputed 
 import json
 import mmap
 import os
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -203,18 +204,14 @@ def find_tables(checkpoint: str, suffix: str, **download) -> dict[int, tuple[str
     elif path := file_of(SAFE_WEIGHTS_INDEX_NAME):
         with open(path) as index:
             shards = json.load(index)["weight_map"]
-        files = {name: file_of(shard) for name, shard in shards.items() if name.endswith(f".{suffix}")}
+        files = {name: file_of(shard) for name, shard in shards.items() if name.endswith(suffix)}
     else:
         raise ValueError(
             f"{checkpoint or 'The model was not loaded from a folder, which'} has no {SAFE_WEIGHTS_NAME}, from which "
             "tables could be read: save the model with `save_pretrained(folder)`, and name the folder as `checkpoint`."
         )
-    found = {}
-    for name, path in files.items():
-        *_, parent, layer = name.removesuffix(f".{suffix}").split(".") if name.endswith(f".{suffix}") else ("", "")
-        if parent == "layers":
-            found[int(layer)] = (path, name)
-    return found
+    pattern = re.compile(rf"(?:^|\.)layers\.(\d+)\.{re.escape(suffix)}$")
+    return {int(match[1]): (path, name) for name, path in files.items() if (match := pattern.search(name))}
 
 
 class PlacedTable:
@@ -290,6 +287,14 @@ class PlacedTable:
     def to(self, device: torch.device) -> None:
         self.values = self.values.to(device)
         self.scales = None if self.scales is None else self.scales.to(device)
+
+    def __getstate__(self):
+        return {**self.__dict__, "values": None} if self.mapped is not None else self.__dict__
+
+    def __setstate__(self, state):
+        self.__dict__ |= state
+        if self.mapped is not None:
+            self.values = self.mapped.tensor  # copies share the file, and are no copies of it
 
     @property
     def where(self) -> str:

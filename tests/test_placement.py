@@ -54,6 +54,11 @@ def logits(model, ids=IDS):
     return model(ids).logits
 
 
+def is_mapped(model) -> bool:
+    tables = [layer.self_attn.kv_gate_embed.table for layer in model.model.layers]
+    return all(table.values.data_ptr() == table.mapped.tensor.data_ptr() for table in tables)
+
+
 def decode(model, decoding, ids=IDS):
     """Logits of the last four tokens, one at a time."""
     model.set_kv_decoding(decoding)
@@ -366,6 +371,7 @@ def test_placed_tables_move_and_cast_with_the_model(folder, placement, dtype):
     torch.save(model, buffer := io.BytesIO())
     buffer.seek(0)
     for other in (copy.deepcopy(model), torch.load(buffer, weights_only=False)):
+        assert placement != "mmap" or is_mapped(other)
         other.model.embed_tokens.weight.data.zero_()
         assert not torch.equal(logits(other), logits(model))
         other.model.embed_tokens.weight.data.copy_(model.model.embed_tokens.weight)
