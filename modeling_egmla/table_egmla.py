@@ -279,6 +279,10 @@ class PlacedTable:
             return widen(values.to(device), None if scales is None else scales.to(device), dtype)
         return widen(*self.pool.look_up(self, token_ids), dtype)
 
+    def read_ahead(self, token_ids: torch.Tensor) -> None:
+        if self.mapped is not None:
+            self.mapped.read_ahead(token_ids)
+
     def let_go(self) -> None:
         """Takes what was read of a mapped table out of this process."""
         if self.mapped is not None:
@@ -401,15 +405,17 @@ class _DevicePool:
                 "`model.place_kv_gates(..., pool_rows=...)` makes it larger."
             )
         missing = missing[: len(slots)]
+        on_host = missing.cpu()
+        # In this order an interruption costs reads, and never leaves an id with the row of another.
         evicted = self.id_of_slot[slots]
         self.slot_of_id[evicted[evicted >= 0]] = -1
-        self.slot_of_id[missing] = slots
-        self.id_of_slot[slots] = missing
-        on_host = missing.cpu()
-        for table, coming in self.coming.items():
+        for coming in self.coming.values():
             coming.append((on_host, slots))
-            if table.mapped is not None and len(on_host) <= ADVISED_ROWS:
-                table.mapped.read_ahead(on_host)
+        self.id_of_slot[slots] = missing
+        self.slot_of_id[missing] = slots
+        if len(on_host) <= ADVISED_ROWS:
+            for table in self.shelves:
+                table.read_ahead(on_host)
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream(self.device))  # which may still read what is replaced
             for table in self.shelves:
@@ -450,9 +456,8 @@ class _DevicePool:
     @torch.inference_mode(False)
     @torch.no_grad()
     def look_up(self, table: PlacedTable, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if self.stream is None:
-            self._fill(table)  # while it runs, the system reads what later layers need
-        elif table in self.arrived:
+        self._fill(table)  # on a CPU; meanwhile the system reads what later layers need
+        if table in self.arrived:
             torch.cuda.current_stream(self.device).wait_event(self.arrived[table])
         slots = self.slot_of_id[token_ids]
         absent = slots < 0 if self.stream is None or not self.has_room else None

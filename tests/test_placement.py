@@ -505,6 +505,27 @@ def test_what_placed_tables_cannot_do(folder, make_model, tmp_path):
         model.place_kv_gates("mmap")
 
 
+@pytest.mark.parametrize("failing", range(4))
+def test_an_interrupted_read_is_made_up_for(folder, monkeypatch, failing):
+    """After a forward pass that ended while rows were read, the next one has the right rows."""
+    model, rows, reads = placed(folder, "mmap", pool_rows=20), PlacedTable.rows, []
+    logits(model, IDS[:1, :6])
+
+    def interrupted(*args):
+        reads.append(args)
+        if len(reads) == failing + 1:
+            raise KeyboardInterrupt
+        return rows(*args)
+
+    monkeypatch.setattr(PlacedTable, "rows", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        logits(model, IDS[:, 6:14])
+    monkeypatch.undo()
+    expected = EGMLAForCausalLM.from_pretrained(folder)
+    for ids in (IDS[:, 6:14], IDS[:1, :6], IDS):
+        assert torch.equal(logits(model, ids), logits(expected, ids))
+
+
 def test_a_layer_by_itself(folder):
     """A layer whose rows no forward pass of the model brought over reads them all the same."""
     gates = [placed(folder, place).model.layers[1].self_attn.kv_gates(IDS) for place in PLACEMENTS]
