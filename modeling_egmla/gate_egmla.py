@@ -270,6 +270,12 @@ class TokenGate(nn.Module):
         """Gates of all ids in order, some at a time, where the projection is."""
         for rows in self._original_rows().split(PRECOMPUTE_CHUNK):
             yield self._projected(rows)
+        self._let_go(self.kv_gate_embed)
+
+    @staticmethod
+    def _let_go(embedding: nn.Module) -> None:
+        if isinstance(embedding, PlacedEmbedding):
+            embedding.table.let_go()
 
     @torch.no_grad()
     def _projected(self, rows: torch.Tensor) -> torch.Tensor:
@@ -317,7 +323,8 @@ class TokenGate(nn.Module):
             )
             tolerance = RELATIVE_ROUNDING[mapped.tensor.dtype] + RELATIVE_ROUNDING[expected.dtype]
             agrees = bool((error.abs() <= tolerance * expected.cpu().float().abs().amax(-1, keepdim=True)).all())
-            mapped.let_go()
+            table.let_go()
+            self._let_go(embedding)
         if not agrees:
             raise ValueError(
                 f"The gates of layer {self.layer_idx} in {path} are not those of this model: write the file again "
