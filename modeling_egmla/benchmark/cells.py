@@ -130,7 +130,14 @@ class Results:
 
     def cells(self) -> Iterator[tuple[Cell, dict[str, dict]]]:
         """All cells, in the order of their phases and sizes."""
-        paths = self.folder.glob("*-*-b*-t*-*.json")
-        found = [Cell(**read_json(path, "cell", "systems")["cell"]) for path in paths]
+        found = []
+        for path in self.folder.glob("*-*-b*-t*-*.json"):
+            try:
+                cell = Cell(**read_json(path, "cell", "systems")["cell"])
+            except TypeError as error:
+                raise BrokenCellError(f"{path} does not say which cell it is.") from error
+            if self.path(cell) != path:
+                raise BrokenCellError(f"{path} is of another cell, {cell}.")
+            found.append(cell)
         for cell in sorted(found, key=lambda c: (PHASES.index(c.phase), c.dtype, c.allocator, c.prompt, c.batch)):
             yield cell, self.read(cell)

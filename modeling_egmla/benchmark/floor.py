@@ -102,15 +102,17 @@ def least_work(shape: Shape, name: str, cell: Cell, token_ids: torch.Tensor) -> 
         parameters = plan.count_parameters(config).activated
         cached, scored = (K + V, K + V) if name == "egmla-stock" else (C + R, K + V)
     embeddings = config.vocab_size * config.hidden_size
-    body = parameters - embeddings * (1 if config.tie_word_embeddings else 2)
-    if is_gated and name != "egmla-stock":
-        parameters -= L * config.kv_gate_dim * D * name.startswith("egmla-a")  # gates are there already
+    norms = (2 * L + 1) * config.hidden_size
+    if name not in ("mha", "gqa"):
+        norms += config.num_layer_groups * C + L * (2 * D * is_gated + (config.q_lora_rank or 0))
+    body = parameters - norms - embeddings * (1 if config.tie_word_embeddings else 2)
     gate_macs, gate_bytes = 0, 0
     if is_gated:
-        is_projected = not name.startswith("egmla-a")
-        body -= L * config.kv_gate_dim * D  # once for each distinct id, not for each token
-        gate_macs = L * W * config.kv_gate_dim * D * is_projected
+        projection, is_projected = L * config.kv_gate_dim * D, not name.startswith("egmla-a")
+        body -= projection  # once for each distinct id, not for each token
+        gate_macs = W * projection * is_projected
         gate_bytes = size * L * W * (config.kv_gate_dim if is_projected else D)
+        parameters -= projection * (not is_projected)
 
     groups = L if name in ("mha", "gqa", "mla", "egmla-stock") else config.num_layer_groups
     if cell.phase == "prefill":

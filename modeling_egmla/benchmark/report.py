@@ -65,7 +65,14 @@ class Report:
                     if (cell.phase, cell.dtype, cell.allocator) == (phase, dtype, allocator)
                 }
                 tables += self.timing_tables(cells, f"{phase}, {dtype}, {allocator} allocation", unit)
-        for make in (self.cache_table, self.memory_table, self.groups_table, self.skipped_table):
+        for make in (
+            self.cache_table,
+            self.totals_table,
+            self.break_even_table,
+            self.memory_table,
+            self.groups_table,
+            self.skipped_table,
+        ):
             table = make()
             if table.row_count:
                 tables.append(table)
@@ -100,7 +107,9 @@ class Report:
             spreads += [spread(systems[name]) for name in names if seconds[name]]
             times.add_row(row, *(f"{1e3 * s:,.1f}" if s else "-" for s in seconds.values()))
             tokens = cell.batch * (cell.prompt if cell.phase == "prefill" else 1)
-            rates.add_row(row, *(f"{tokens / s:,.1f}" if s else "-" for s in seconds.values()))
+            rates.add_row(
+                row, *(f"{tokens / s:,.{0 if tokens >= 100 * s else 1}f}" if s else "-" for s in seconds.values())
+            )
             floors.add_row(row, *(f"{s / self.floor(cell, name):.1f}" if s else "-" for name, s in seconds.items()))
             ratios.add_row(row, *(self._ratio(systems, *pair) for pair in pairs))
         if spreads:
@@ -109,7 +118,7 @@ class Report:
                 f"rule, {max(spreads):.0%} at most."
             )
             floors.caption = "Of each system's own way of computing: least bytes and operations over measured rates."
-            ratios.caption = "~: not measured in turns, since both do not fit into memory together."
+            ratios.caption = "~: of two runs, since both do not fit into memory together."
             for table in (times, floors, ratios):
                 table.caption_justify = "left"
         return [times, rates, ratios, floors] if pairs else [times, rates, floors]
@@ -158,6 +167,55 @@ class Report:
                 f"{held['workspace'] / held['filled']:.1%}",
             )
         return table
+
+    def totals_table(self) -> Table:
+        """Bytes that each system keeps between steps: weights, tables, cache and workspace."""
+        names = [name for name in LABELS if any(name in systems for systems in self.cells.values())]
+        title = "Memory kept between steps: weights, tables, gates, cache and workspace"
+        table = plain_table(title, "batch x tokens", "dtype", *(label(name) for name in names))
+        for cell, systems in self.cells.items():
+            kept = {name: self._kept(systems.get(name, {})) for name in names}
+            if cell.phase == "decode" and cell.allocator == "default" and any(kept.values()):
+                sizes = (format_bytes(sum(size)) if size else "-" for size in kept.values())
+                table.add_row(f"{cell.batch:,} x {cell.prompt:,}", cell.dtype, *sizes)
+        return table
+
+    @staticmethod
+    def _kept(result: dict) -> tuple[int, int] | None:
+        """Bytes kept of a system whatever is cached, and those kept of its cache; slack apart."""
+        if "cache" not in result:
+            return None
+        cache = result["cache"]
+        fixed = result["weights"] + result["tables"] + result["precomputed"]
+        return fixed, cache["filled"] + cache["token_ids"] + cache["workspace"]
+
+    def break_even_table(self) -> Table:
+        """Cached tokens from which EG-MLA keeps fewer bytes than each peer, from the largest cell of both."""
+        peers = ("mla", "mha", "gqa")
+        heads = (f"than {label(name)}" for name in peers)
+        table = plain_table("Cached tokens (batch x context) from which less is kept", "", "dtype", *heads)
+        for dtype in sorted({cell.dtype for cell in self.cells if cell.phase == "decode"}):
+            for name in ("egmla", "egmla-a"):
+                counts = (self._break_even(dtype, name, peer) for peer in peers)
+                row = ["-" if n is None else "never" if n == float("inf") else f"{n:,.0f}" for n in counts]
+                if any(text != "-" for text in row):
+                    table.add_row(label(name), dtype, *row)
+        return table
+
+    def _break_even(self, dtype: str, name: str, peer: str) -> float | None:
+        lines = {}
+        for cell, systems in self.cells.items():
+            if cell.phase == "decode" and cell.dtype == dtype:
+                tokens = cell.batch * cell.prompt
+                for system in {name, peer} & set(systems):
+                    kept = self._kept(systems[system])
+                    if kept and tokens >= lines.get(system, (0,))[0]:
+                        lines[system] = (tokens, *kept)
+        if len(lines) < 2:
+            return None
+        (tokens, fixed, cached), (peer_tokens, peer_fixed, peer_cached) = lines[name], lines[peer]
+        saved = peer_cached / peer_tokens - cached / tokens
+        return max(0.0, (fixed - peer_fixed) / saved) if saved > 0 else float("inf")
 
     def memory_table(self) -> Table:
         """Memory of the process of each system, a row for each cell."""

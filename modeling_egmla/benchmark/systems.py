@@ -28,7 +28,7 @@ LABELS = {
     "our-mla": "our MLA",
     "egmla": "EG-MLA",
     "egmla-a": "EG-MLA-A",
-    "egmla-stock": "EG-MLA, K and V cached",
+    "egmla-stock": "EG-MLA, K/V",
 }
 MEANINGS = {
     "mha": "the library's Llama",
