@@ -53,7 +53,7 @@ def numbers(output: str, label: str) -> list[str]:
     return line.strip().removeprefix(label).split()
 
 
-@pytest.mark.parametrize("command", [[], ["generate"], ["plan"], ["demo"], ["eval"], ["train"]], ids=str)
+@pytest.mark.parametrize("command", [[], ["generate"], ["plan"], ["demo"], ["bench"], ["eval"], ["train"]], ids=str)
 def test_help(egmla, command):
     """Every command explains itself, without loading a model."""
     output = egmla(*command, "--help")
