@@ -1,6 +1,5 @@
 """`egmla bench`: speed and memory beside the library's own attention."""
 
-import os
 from pathlib import Path
 from typing import Annotated
 
@@ -18,7 +17,7 @@ def bench(
     output: Annotated[
         Path, typer.Option("--output", "-o", metavar="FOLDER", help="Where results are kept and continued.")
     ] = Path("out/bench"),
-    quick: Annotated[bool, typer.Option(help="A few cells, in about two minutes.")] = False,
+    quick: Annotated[bool, typer.Option(help="Decoding and prefill in a few cells, in some two minutes.")] = False,
     report: Annotated[bool, typer.Option("--report", help="Measure nothing, show what the folder holds.")] = False,
     phases: Annotated[str, typer.Option(help=f"Of decode, prefill, memory and groups, {LISTS}.")] = "all",
     prompts: Annotated[str, typer.Option(help=f"Tokens of a sequence, {LISTS}.")] = "1024,2048,4096,16384",
@@ -29,7 +28,7 @@ def bench(
     ] = "default,retained",
     systems: Annotated[str, typer.Option(help=f"Which, {LISTS}.")] = "all",
     layers: Annotated[int | None, typer.Option(min=1, help="Measure so many layers in place of all.")] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="By default as many as cores.")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="By default as many as PyTorch takes.")] = None,
     steps: Annotated[int, typer.Option(min=5, help="Timed steps of each system, after two that are not.")] = 7,
     seconds: Annotated[
         float, typer.Option(min=0.1, help="Leave a system out of a cell where its steps would take longer.")
@@ -67,10 +66,10 @@ def bench(
     config = load_config(model)
     shape = Shape.of(config, layers)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    threads = threads or len(os.sched_getaffinity(0))
+    threads = threads or torch.get_num_threads()
     if quick:
         prompts, batches, dtypes, allocators, steps, seconds = "1024,4096", "1,4", "bfloat16", "default", 5, 5.0
-        prefill_tokens = min(prefill_tokens, 1024)
+        phases, prefill_tokens = "decode,prefill" if phases == "all" else phases, min(prefill_tokens, 1024)
     if device != "cpu":
         allocators = "default"
     chosen_phases = _choices("--phases", phases, PHASES)
