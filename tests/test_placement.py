@@ -110,10 +110,13 @@ def test_generation(saved, placement, precomputes, settings):
 
 @pytest.mark.slow  # compiles with inductor
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("placement, dtype", [("host", "int8"), ("mmap", None)])
-def test_compiled_generation(folder, placement, dtype):
+@pytest.mark.parametrize(
+    "placement, dtype, precomputes", [("host", "int8", False), ("mmap", None, False), ("host", "int8", True)]
+)
+def test_compiled_generation(folder, placement, dtype, precomputes):
     """A static cache compiles to one graph with placed tables, which it reads without the pool: the same tokens."""
-    model = placed(folder, placement, dtype)
+    model = placed(folder, placement, dtype, precomputes)
+    model.set_kv_decoding("tiles")
     expected = model.generate(IDS, max_new_tokens=12, do_sample=False)
     compile_config = CompileConfig(fullgraph=True, backend="aot_eager")
     compile_config._compile_all_devices = True
