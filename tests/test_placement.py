@@ -391,6 +391,9 @@ def test_adapters(folder):
         config = peft.LoraConfig(target_modules=["kv_gate_proj", "q_proj"], init_lora_weights=False)
         results.append(logits(peft.get_peft_model(model, config).eval()))
     assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+    with pytest.raises(ValueError, match="wrapped by an adapter"):
+        model.save_kv_gates(folder / "gates")
+    assert not (folder / "gates").exists()
 
 
 def test_precomputed_gates_on_the_host_are_never_stale(folder):
