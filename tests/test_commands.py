@@ -54,7 +54,11 @@ def numbers(output: str, label: str) -> list[str]:
     return line.strip().removeprefix(label).split()
 
 
-@pytest.mark.parametrize("command", [[], ["generate"], ["plan"], ["demo"], ["eval"], ["train"], ["plot"]], ids=str)
+@pytest.mark.parametrize(
+    "command",
+    [[], *([name] for name in ("generate", "plan", "demo", "bench", "eval", "train", "plot", "distill"))],
+    ids=str,
+)
 def test_help(egmla, command):
     """Every command explains itself, without loading a model."""
     output = egmla(*command, "--help")
