@@ -227,6 +227,28 @@ def test_loading_without_building_the_tables(make_model, tmp_path, placement, dt
         decoder(IDS)
 
 
+@pytest.mark.parametrize("precomputes", [False, True], ids=["projected", "precomputed"])
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_placing_while_a_cache_lives(saved, placement, precomputes):
+    """Gates that are narrowed between two steps change the next one alike, whichever way it is decoded."""
+    steps = {}
+    for decoding in ("expanded", "grouped"):
+        model = copy.deepcopy(saved[0])
+        model.set_kv_decoding(decoding)
+        if precomputes:
+            model.precompute_kv_gates()
+        cache, gates_file = (
+            EGMLACache(model.config),
+            saved[1] / "int8" if precomputes and placement == "mmap" else None,
+        )
+        with torch.no_grad():
+            for new in IDS[:, :22], IDS[:, 22:23]:
+                model(new, cache=cache)
+            model.place_kv_gates(placement, "int8", gates_file=gates_file)
+            steps[decoding] = model(IDS[:, 23:], cache=cache).logits
+    torch.testing.assert_close(steps["grouped"], steps["expanded"], atol=1e-5, rtol=1e-5)
+
+
 def test_narrow_rows_of_another_precision(folder):
     """A float32 file gives a bfloat16 model the same int8 rows from the host as mapped, and as narrowed later."""
     results = []
