@@ -287,7 +287,8 @@ def gated_statistics(attention: nn.Module, history: History, cache) -> torch.Ten
     kept = cache.layers[attention.group_idx].statistics
     stream = kept.get(attention.layer_idx)
     parameters = [m.weight for m in (attention.up_projection, attention.kv_gate_embed, attention.kv_gate_proj)]
-    if stream is not None and not stream.sources.is_current(parameters):
+    placement = attention.kv_gate_placement  # narrowed gates are other gates
+    if stream is not None and not (stream.sources.is_current(parameters) and stream.placement == placement):
         stream = None
     (B, T), start = history.token_ids_BT.shape, 0 if stream is None else stream.length
     if start < T:
@@ -303,7 +304,7 @@ def gated_statistics(attention: nn.Module, history: History, cache) -> torch.Ten
             tile[:, 0], tile[:, 1] = mean, (variance + attention.kv_gate_norm.eps).rsqrt()
         if stream is None:
             stream = kept[attention.layer_idx] = GrowingTensor(new, dim=-1)
-            stream.sources = Sources(parameters)
+            stream.sources, stream.placement = Sources(parameters), placement
         else:
             stream.append(new)
     return stream.filled

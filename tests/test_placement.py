@@ -110,10 +110,13 @@ def test_generation(saved, placement, precomputes, settings):
 
 @pytest.mark.slow  # compiles with inductor
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("placement, dtype", [("host", "int8"), ("mmap", None)])
-def test_compiled_generation(folder, placement, dtype):
+@pytest.mark.parametrize(
+    "placement, dtype, precomputes", [("host", "int8", False), ("mmap", None, False), ("host", "int8", True)]
+)
+def test_compiled_generation(folder, placement, dtype, precomputes):
     """A static cache compiles to one graph with placed tables, which it reads without the pool: the same tokens."""
-    model = placed(folder, placement, dtype)
+    model = placed(folder, placement, dtype, precomputes)
+    model.set_kv_decoding("tiles")
     expected = model.generate(IDS, max_new_tokens=12, do_sample=False)
     compile_config = CompileConfig(fullgraph=True, backend="aot_eager")
     compile_config._compile_all_devices = True
@@ -222,6 +225,28 @@ def test_loading_without_building_the_tables(make_model, tmp_path, placement, dt
     decoder = EGMLAModel.from_pretrained(tmp_path / "decoder", kv_gates={"placement": placement, "dtype": "int8"})
     with torch.no_grad():
         decoder(IDS)
+
+
+@pytest.mark.parametrize("precomputes", [False, True], ids=["projected", "precomputed"])
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_placing_while_a_cache_lives(saved, placement, precomputes):
+    """Gates that are narrowed between two steps change the next one alike, whichever way it is decoded."""
+    steps = {}
+    for decoding in ("expanded", "grouped"):
+        model = copy.deepcopy(saved[0])
+        model.set_kv_decoding(decoding)
+        if precomputes:
+            model.precompute_kv_gates()
+        cache, gates_file = (
+            EGMLACache(model.config),
+            saved[1] / "int8" if precomputes and placement == "mmap" else None,
+        )
+        with torch.no_grad():
+            for new in IDS[:, :22], IDS[:, 22:23]:
+                model(new, cache=cache)
+            model.place_kv_gates(placement, "int8", gates_file=gates_file)
+            steps[decoding] = model(IDS[:, 23:], cache=cache).logits
+    torch.testing.assert_close(steps["grouped"], steps["expanded"], atol=1e-5, rtol=1e-5)
 
 
 def test_narrow_rows_of_another_precision(folder):
@@ -388,6 +413,9 @@ def test_adapters(folder):
         config = peft.LoraConfig(target_modules=["kv_gate_proj", "q_proj"], init_lora_weights=False)
         results.append(logits(peft.get_peft_model(model, config).eval()))
     assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+    with pytest.raises(ValueError, match="wrapped by an adapter"):
+        model.save_kv_gates(folder / "gates")
+    assert not (folder / "gates").exists()
 
 
 def test_precomputed_gates_on_the_host_are_never_stale(folder):
