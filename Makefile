@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo test lint style bench wheel clean
+.PHONY: help demo test lint style bench study wheel clean
 
 help:  ## Show what can be made
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | column -t -s $$'\t'
@@ -31,8 +31,13 @@ lint: $(READY)  ## Check style without changing files
 style: $(READY)  ## Bring all files into style
 	$(BIN)/ruff check --fix . && $(BIN)/ruff format .
 
-bench: $(READY)  ## Time a decode step beside the library's models
-	$(BIN)/python benchmarks/decode.py
+bench: $(READY)  ## Measure speed and memory beside the library's models; hours, or QUICK=1
+	$(BIN)/egmla bench $(if $(QUICK),--quick)
+
+study: $(READY)  ## Train the models of docs/study.md that are not done yet (a day), and report
+	$(BIN)/python benchmarks/study run
+	$(BIN)/python benchmarks/study speed
+	$(BIN)/python benchmarks/study report
 
 wheel: $(READY)  ## Build the wheel into dist/
 	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .

@@ -1,6 +1,7 @@
 """
 The presets: one table, from which `python -m modeling_egmla.configuration.presets` writes a folder with a config.json
-for each. `EGMLAConfig.from_preset(name)` and `AutoConfig.from_pretrained(folder)` read the folders.
+for each, and a recipe that trains it as the paper says. `EGMLAConfig.from_preset(name)` and
+`AutoConfig.from_pretrained(folder)` read the folders, `egmla train` the recipes.
 
 The architectures are those of arXiv:2509.16686 (tables 7, 11 and 12). What it does not report was recovered from its
 parameter counts: a vocabulary of 50,304, tied embeddings, an MLP of 2.5 times the width, no biases, 16 heads in Large
@@ -83,6 +84,61 @@ def preset_config(size: str, latent: int, table: int, group: int) -> dict:
     }
 
 
+# From the paper: 0.39 M tokens a step, 50 B tokens a run, a learning rate for each size.
+BATCH_TOKENS = 393_216
+STEPS = -(-50_000_000_000 // BATCH_TOKENS)
+LEARNING_RATES = {"base": "6.0e-4", "large": "2.5e-4", "xlarge": "2.0e-4"}
+
+RECIPE = """\
+# {name} trained as in arXiv:2509.16686. Written by configuration/presets.py; copy it to change it.
+# "ours": the paper does not say, and this is our choice. Loss and scores of the paper's run are not promised by it.
+#   egmla train configuration/recipes/{name}.yaml
+model:
+  preset: {name}
+tokenizer:
+  path: openai-community/gpt2  # ours: 50,257 tokens of the 50,304 that the paper's parameter counts give
+data:
+  dataset: OptimalScale/ClimbMix  # the text of nvidia/Nemotron-ClimbMix, which NVIDIA published as GPT-2 tokens
+  streaming: true
+  shuffle_buffer: 100000  # ours
+  validation_share: 0.01  # ours, and so are the documents that it holds out
+  validation_documents: 2000  # ours
+  sequence_length: {length}{length_note}
+training:
+  output_dir: out/{name}
+  batch_tokens: {batch}  # 0.39 M
+  sequences_per_device: 4  # ours: as many as memory allows; the batch stays the same
+  steps: {steps}  # 50 B tokens
+  learning_rate: {learning_rate}
+  schedule: cosine_with_min_lr  # ours
+  schedule_arguments: {{min_lr_rate: 0.1}}  # ours
+  warmup_steps: 2000  # ours
+  weight_decay: 0.1  # ours
+  adam_beta2: 0.95  # ours
+  max_grad_norm: 1.0  # ours
+  seed: 0  # ours: the paper names none
+  eval_steps: 1000  # ours
+  save_steps: 1000  # ours
+  save_dtype: bfloat16  # ours
+  arguments:
+    bf16: true  # ours
+gate_tables:
+  weight_decay: 0.0  # ours
+"""
+
+
+def preset_recipe(name: str, size: str) -> str:
+    """Content of the recipe that trains a preset as the paper says."""
+    return RECIPE.format(
+        name=name,
+        length=SIZES[size]["max_position_embeddings"],
+        length_note="  # ours: the longest prompt of the paper's latencies" if size == "base" else "",
+        batch=BATCH_TOKENS,
+        steps=STEPS,
+        learning_rate=LEARNING_RATES[size],
+    )
+
+
 PRESETS = {
     preset_name(size, latent, table, group): preset_config(size, latent, table, group)
     for size, latent, table, groups in MODELS
@@ -90,12 +146,25 @@ PRESETS = {
 }
 
 
+RECIPES = {
+    name: preset_recipe(name, size)
+    for size, latent, table, groups in MODELS
+    for group in groups
+    for name in [preset_name(size, latent, table, group)]
+}
+
+
 def write_presets(folder: Path) -> None:
-    """Writes `folder/<preset>/config.json` for every preset."""
+    """Writes `folder/<preset>/config.json` and `folder/recipes/<preset>.yaml` for every preset."""
     for name, config in PRESETS.items():
-        path = folder / name / "config.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        write(folder / name / "config.json", json.dumps(config, indent=2) + "\n")
+    for name, recipe in RECIPES.items():
+        write(folder / "recipes" / f"{name}.yaml", recipe)
+
+
+def write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""New folders that appear whole or not at all."""
+"""New folders, and files, that appear whole or not at all."""
 
 import ctypes
 import os
@@ -104,6 +104,23 @@ def _sync(path: Path) -> None:
         pass
     finally:
         os.close(descriptor)
+
+
+def write_whole(path: str | Path, text: str) -> None:
+    """Writes a text file that has its old content or the new one, whenever the process dies."""
+    path = Path(path).absolute()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, partial = tempfile.mkstemp(prefix=f".{path.name}.partial-", dir=path.parent)
+    try:
+        with open(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.chmod(partial, 0o666 & ~umask())  # mkstemp makes files that only their owner can read
+        _sync(Path(partial))
+        os.replace(partial, path)
+    except BaseException:
+        Path(partial).unlink(missing_ok=True)
+        raise
+    _sync(path.parent)
 
 
 def umask() -> int:

@@ -29,6 +29,7 @@ from .modeling_egmla import (
     EGMLAModel,
     EGMLAPreTrainedModel,
 )
+from .placement_egmla import GateStatistics
 from .version import __version__
 
 
@@ -55,6 +56,7 @@ __all__ = [
     "EGMLAModel",
     "EGMLAPreTrainedModel",
     "EGMLAStaticCache",
+    "GateStatistics",
     "__version__",
     "preset_path",
 ]

@@ -106,6 +106,13 @@ class EGMLAConfig(PreTrainedConfig):
         "layers.*.mlp.up_proj": "colwise",
         "layers.*.mlp.down_proj": "rowwise",
     }
+    # Gate tables are units of their own: gathered for one lookup each, and not with the weights of a whole layer.
+    base_model_fsdp_plan = {
+        "embed_tokens": "free_full_weight",
+        "layers.*.self_attn.kv_gate_embed": "free_full_weight",
+        "layers.*": "free_full_weight",
+        "norm": "keep_full_weight",
+    }
     base_model_pp_plan = {
         "embed_tokens": (["input_ids"], ["inputs_embeds"]),
         "layers": (["hidden_states", "attention_mask"], ["hidden_states"]),

@@ -7,6 +7,7 @@ Shapes: D = heads * (`qk_nope_head_dim` + `v_head_dim`), the gate's width.
 """
 
 import weakref
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -14,9 +15,34 @@ import torch.nn.functional as F
 from torch import nn
 
 from .configuration_egmla import EGMLAConfig
+from .table_egmla import (
+    GateRowPool,
+    MappedTensor,
+    PlacedEmbedding,
+    PlacedTable,
+    Placement,
+    new_gate_embedding,
+    place_embedding,
+    widen,
+)
 
 
 PRECOMPUTE_CHUNK = 8192  # ids projected at a time
+
+# Of a stored gate against one projected anew, to the largest of its row.
+RELATIVE_ROUNDING = {
+    torch.float64: 1e-5,
+    torch.float32: 1e-5,
+    torch.float16: 2**-10,
+    torch.bfloat16: 2**-7,
+    torch.int8: 0.51 / 127,
+}
+
+NEEDS_GATES_FILE = (
+    "Precomputed gates can be memory-mapped only from a file: write it with `model.save_kv_gates(file)`, then "
+    "`model.place_kv_gates('mmap', gates_file=file)`; or `model.release_kv_gates()` first, to map what they are "
+    "projected from."
+)
 
 CPU_MULTIPLIES_BF16 = torch.cpu._is_avx512_bf16_supported()
 
@@ -25,7 +51,7 @@ class EGMLAGateProjection(nn.Linear):
     """Projects rows of a gate table to the width of K/V; a class of its own for its initial scale."""
 
 
-PLAIN_MODULES = (nn.Linear, EGMLAGateProjection, nn.Embedding, nn.LayerNorm, nn.Identity)
+PLAIN_MODULES = (nn.Linear, EGMLAGateProjection, nn.Embedding, PlacedEmbedding, nn.LayerNorm, nn.Identity)
 
 
 def is_plain(*modules: nn.Module) -> bool:
@@ -79,9 +105,9 @@ class Sources:
 
 
 class GateTable(NamedTuple):
-    """Gates of all ids, [vocab_size, D], with what they were computed from."""
+    """Gates of all ids, [vocab_size, D], with what they were computed from; a [`PlacedTable`] if they were placed."""
 
-    gates: torch.Tensor
+    gates: torch.Tensor | PlacedTable
     sources: Sources
 
 
@@ -95,15 +121,19 @@ class TokenGate(nn.Module):
     parameters were replaced, moved or written to. What writes through `parameter.data`, as merging an adapter, and
     fused optimizers leave no trace on the parameter; so `train()`, a forward pass with gradients and loading weights
     drop the table too, and so does replacing one of its modules, as putting an adapter on or taking it off does.
+
+    `kv_gate_placement` says where tables are and how precise ([`~TokenGate.plan_placement`]).
     """
 
     def init_kv_gate(self, config: EGMLAConfig) -> None:
         self.kv_gate = config.kv_gate
         self.precomputes_kv_gates = False
+        self.kv_gate_placement = Placement()
+        self.kv_gate_pool: GateRowPool | None = None
+        self.kv_gate_file: str | None = None
         self._kv_gate_table: GateTable | None = None
         if self.kv_gate != "none":
-            # No padding_idx: it would freeze the gate of the padding id at zero, and that id often is eos as well.
-            self.kv_gate_embed = nn.Embedding(config.vocab_size, config.kv_gate_dim)
+            self.kv_gate_embed = new_gate_embedding(config.vocab_size, config.kv_gate_dim)
             self.kv_gate_proj = EGMLAGateProjection(config.kv_gate_dim, config.kv_width, bias=False)
             self.kv_gate_norm = (
                 nn.LayerNorm(config.kv_width, eps=config.kv_gate_norm_eps)
@@ -111,26 +141,89 @@ class TokenGate(nn.Module):
                 else nn.Identity()
             )
 
-    def precompute_kv_gates(self) -> None:
+    def precompute_kv_gates(self, dtype: torch.dtype | None = None) -> None:
         """Computes the gates of all ids now; see [`EGMLAPreTrainedModel.precompute_kv_gates`]."""
-        self.precomputes_kv_gates = self.kv_gate != "none"
+        if self.kv_gate == "none":
+            return
+        if self.kv_gate_placement.where == "mmap" and self.kv_gate_file is None:
+            raise ValueError(NEEDS_GATES_FILE)
+        self._original_rows()  # raises where they are gone
+        self.precomputes_kv_gates = True
+        if dtype is not None and dtype != self.kv_gate_placement.dtype:
+            self.kv_gate_placement, self._kv_gate_table = Placement(self.kv_gate_placement.where, dtype), None
         self._current_gate_table()
 
     def release_kv_gates(self) -> None:
-        """Frees the table; gates are projected again."""
+        """Frees the table; gates are projected again, from a table that was never narrowed."""
+        if self.precomputes_kv_gates:
+            self.kv_gate_placement = Placement(self.kv_gate_placement.where)
         self.precomputes_kv_gates = False
-        self._kv_gate_table = None
+        self.kv_gate_file = self._kv_gate_table = None
+
+    def plan_placement(
+        self,
+        placement: Placement,
+        pool: GateRowPool | None,
+        stored: tuple[str, str] | None = None,
+        gates_file: str | None = None,
+    ) -> Callable[[], None]:
+        """
+        Makes the tables as `placement` wants them, and returns what puts them in place, which cannot fail any more;
+        see [`EGMLAPreTrainedModel.place_kv_gates`].
+        """
+        precomputes = self.precomputes_kv_gates or gates_file is not None
+        if precomputes and placement.where == "mmap" and gates_file is None:
+            raise ValueError(NEEDS_GATES_FILE)
+        # Precomputed gates are what is looked up and narrowed; the table behind them keeps its values.
+        projected = Placement(placement.where, None) if precomputes else placement
+        embedding = place_embedding(self.kv_gate_embed, projected, pool, stored)
+        gates = None
+        if gates_file is not None:
+            gates = self._read_gates(gates_file, embedding, placement, pool)
+
+        def put() -> None:
+            self.kv_gate_embed = embedding
+            self.kv_gate_placement, self.kv_gate_pool, self.kv_gate_file = placement, pool, gates_file
+            self.precomputes_kv_gates = precomputes
+            self._kv_gate_table = None if gates is None else GateTable(gates, Sources(self._gate_parameters()))
+
+        return put
 
     def kv_gates(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Returns the gates of `token_ids`, [..., D]."""
-        modules = (self.kv_gate_embed, self.kv_gate_proj)
-        wants_gradient = torch.is_grad_enabled() and any(p.requires_grad for m in modules for p in m.parameters())
-        if wants_gradient:
-            self._kv_gate_table = None  # an optimizer may step next
-        table = None if wants_gradient else self._current_gate_table()
+        table = self._gate_table()
         if table is None:
-            return project(self.kv_gate_proj, self.kv_gate_embed(token_ids))
+            return project(self.kv_gate_proj, self._rows(token_ids))
+        if isinstance(table, PlacedTable):
+            return table.look_up(token_ids, self.kv_gate_proj.weight.dtype)
         return F.embedding(token_ids, table)
+
+    def _rows(self, token_ids: torch.Tensor) -> torch.Tensor:
+        embed = self.kv_gate_embed
+        if type(embed) is nn.Embedding and embed.weight.device not in (token_ids.device, torch.device("meta")):
+            # Moved by hand, or left on the host by accelerate (`_no_placement_params`).
+            return embed(token_ids.to(embed.weight.device)).to(token_ids.device)
+        return embed(token_ids)
+
+    @property
+    def lacks_table(self) -> bool:
+        """Whether the rest of a checkpoint was loaded, and the table is yet to be read."""
+        return isinstance(self.kv_gate_embed, PlacedEmbedding) and self.kv_gate_embed.table is None
+
+    def tables(self) -> list[torch.Tensor | PlacedTable]:
+        """What there is now: the table that gates are projected from, and that of precomputed gates."""
+        embed = self.kv_gate_embed
+        projected = embed.table if isinstance(embed, PlacedEmbedding) else embed.weight
+        return [projected] if self._kv_gate_table is None else [projected, self._kv_gate_table.gates]
+
+    def pooled_table(self) -> tuple[PlacedTable, torch.device] | None:
+        """The table whose rows are brought to the device when gates are looked up, and that device."""
+        if not isinstance(getattr(self, "kv_gate_embed", None), PlacedEmbedding):
+            return None
+        table = self._gate_table()
+        table = self.kv_gate_embed.table if table is None else table
+        device = self.kv_gate_embed.like.device
+        return (table, device) if table.pool is not None and device.type != "meta" else None
 
     def gate_kv(self, kv_features: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
         """Gates up-projected latents [..., D] by their tokens' ids and normalises the result over all heads."""
@@ -139,27 +232,105 @@ class TokenGate(nn.Module):
         gates = self.kv_gates(token_ids)
         return self.kv_gate_norm(kv_features * gates if self.kv_gate == "multiply" else kv_features + gates)
 
-    def _current_gate_table(self) -> torch.Tensor | None:
+    def _gate_table(self) -> torch.Tensor | PlacedTable | None:
+        """The table of all gates, or None where they are to be projected."""
+        modules = (self.kv_gate_embed, self.kv_gate_proj)
+        if torch.is_grad_enabled() and any(p.requires_grad for m in modules for p in m.parameters()):
+            self._kv_gate_table = None  # an optimizer may step next
+            return None
+        return self._current_gate_table()
+
+    def _gate_parameters(self) -> list[torch.Tensor]:
+        return [self.kv_gate_embed.weight, self.kv_gate_proj.weight]
+
+    def _current_gate_table(self) -> torch.Tensor | PlacedTable | None:
         """Returns the table of all gates where it may be used, computing it if it is not there or no longer right."""
         if not self.precomputes_kv_gates or self.training or not is_plain(self.kv_gate_embed, self.kv_gate_proj):
             return None
-        parameters = [self.kv_gate_embed.weight, self.kv_gate_proj.weight]
         table = self._kv_gate_table
         if torch.compiler.is_compiling():  # what was computed from is checked by the calls that are not compiled
             return table.gates if table is not None else None
-        if table is None or not table.sources.is_current(parameters):
+        if table is None or not table.sources.is_current(self._gate_parameters()):
             self._kv_gate_table = table = None  # before the new one is allocated
-            self._kv_gate_table = table = GateTable(self._compute_gates(), Sources(parameters))
+            if self.kv_gate_file is None:
+                gates = self._compute_gates()
+            else:
+                gates = self._read_gates(
+                    self.kv_gate_file, self.kv_gate_embed, self.kv_gate_placement, self.kv_gate_pool
+                )
+            self._kv_gate_table = table = GateTable(gates, Sources(self._gate_parameters()))
         return table.gates
 
+    def _original_rows(self, embedding: nn.Module | None = None) -> torch.Tensor:
+        """The projected gates' table as it was trained, wherever it is."""
+        embedding = self.kv_gate_embed if embedding is None else embedding
+        return embedding.original() if isinstance(embedding, PlacedEmbedding) else embedding.weight.detach()
+
+    def gate_chunks(self) -> Iterator[torch.Tensor]:
+        """Gates of all ids in order, some at a time, where the projection is."""
+        for rows in self._original_rows().split(PRECOMPUTE_CHUNK):
+            yield self._projected(rows)
+        self._let_go(self.kv_gate_embed)
+
+    @staticmethod
+    def _let_go(embedding: nn.Module) -> None:
+        if isinstance(embedding, PlacedEmbedding):
+            embedding.table.let_go()
+
     @torch.no_grad()
-    def _compute_gates(self) -> torch.Tensor:
-        embed = self.kv_gate_embed.weight
-        gates = embed.new_empty((embed.shape[0], self.kv_gate_proj.out_features))
-        with torch.autocast(embed.device.type, enabled=False):
-            for rows, chunk in zip(embed.split(PRECOMPUTE_CHUNK), gates.split(PRECOMPUTE_CHUNK)):
-                chunk.copy_(project(self.kv_gate_proj, rows))
-        return gates
+    def _projected(self, rows: torch.Tensor) -> torch.Tensor:
+        like = self.kv_gate_proj.weight
+        with torch.autocast(like.device.type, enabled=False):
+            return project(self.kv_gate_proj, rows.to(like))
+
+    def _compute_gates(self) -> torch.Tensor | PlacedTable:
+        embed, proj, placement = self.kv_gate_embed, self.kv_gate_proj, self.kv_gate_placement
+        table = PlacedTable.empty(
+            (embed.num_embeddings, proj.out_features),
+            placement.dtype or proj.weight.dtype,
+            torch.device("cpu") if placement.where == "host" else proj.weight.device,
+            pool=self.kv_gate_pool,
+        )
+        for index, gates in enumerate(self.gate_chunks()):
+            table.write(index * PRECOMPUTE_CHUNK, gates)
+        return table.values if placement.is_default else table
+
+    def _read_gates(
+        self, path: str, embedding: nn.Module, placement: Placement, pool: GateRowPool | None
+    ) -> PlacedTable:
+        """
+        The gates that [`~EGMLAPreTrainedModel.save_kv_gates`] wrote.
+
+        Raises:
+            ValueError: they are not those of this model, by a sample of 512 ids.
+        """
+        name = f"layers.{self.layer_idx}.kv_gates"
+        mapped = MappedTensor(path, name)
+        scales = MappedTensor(path, f"{name}.scales").tensor if mapped.tensor.dtype == torch.int8 else None
+        dtype = placement.dtype or mapped.tensor.dtype
+        if scales is not None and dtype != torch.int8:
+            raise ValueError(f"The gates in {path} are int8, so `dtype` cannot be {dtype}: leave it out.")
+        table = PlacedTable(mapped.tensor, dtype, scales, pool=pool, mapped=mapped)
+
+        shape = (embedding.num_embeddings, self.kv_gate_proj.out_features)
+        agrees = mapped.tensor.shape == shape
+        if agrees:
+            sample = torch.arange(0, shape[0], max(1, shape[0] // 512))
+            rows = self._original_rows(embedding)
+            expected = self._projected(rows[sample.to(rows.device)])
+            error = (widen(mapped.tensor[sample], None if scales is None else scales[sample], torch.float32)) - (
+                expected.cpu().float()
+            )
+            tolerance = RELATIVE_ROUNDING[mapped.tensor.dtype] + RELATIVE_ROUNDING[expected.dtype]
+            agrees = bool((error.abs() <= tolerance * expected.cpu().float().abs().amax(-1, keepdim=True)).all())
+            table.let_go()
+            self._let_go(embedding)
+        if not agrees:
+            raise ValueError(
+                f"The gates of layer {self.layer_idx} in {path} are not those of this model: write the file again "
+                "with `model.save_kv_gates(file)`."
+            )
+        return table
 
     def _load_from_state_dict(self, *args, **kwargs):
         self._kv_gate_table = None

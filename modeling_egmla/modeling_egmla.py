@@ -43,6 +43,7 @@ from .configuration_egmla import EGMLAConfig
 from .decoding_egmla import KV_DECODINGS, decode, select_decoding
 from .gate_egmla import EGMLAGateProjection, TokenGate, project
 from .generation_egmla import EGMLAGenerationMixin, check_ids_in_vocabulary
+from .placement_egmla import EGMLAGatePlacement
 
 
 logger = logging.get_logger(__name__)
@@ -89,6 +90,13 @@ def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interlea
     if interleave:
         x = torch.cat((x[..., 0::2], x[..., 1::2]), dim=-1)
     return x * cos + rotate_half(x) * sin
+
+
+def begins_again(position_ids: torch.Tensor | None) -> bool:
+    """Whether rows hold several documents, told apart by positions that begin again; not looked at while compiling."""
+    if position_ids is None or position_ids.shape[-1] < 2 or torch.compiler.is_compiling():
+        return False
+    return bool((position_ids.diff(dim=-1) < 1).any())
 
 
 class EGMLAAttention(TokenGate):
@@ -286,7 +294,7 @@ class EGMLADecoderLayer(GradientCheckpointingLayer):
         return residual + hidden_states, kv_features, k_rot
 
 
-class EGMLAPreTrainedModel(PreTrainedModel):
+class EGMLAPreTrainedModel(EGMLAGatePlacement, PreTrainedModel):
     """Base of all EG-MLA models: initialisation, gates, ways to decode, vocabulary."""
 
     config: EGMLAConfig
@@ -310,25 +318,6 @@ class EGMLAPreTrainedModel(PreTrainedModel):
         if isinstance(module, EGMLAGateProjection):
             init.normal_(module.weight, mean=0.0, std=module.in_features**-0.5)
 
-    def precompute_kv_gates(self) -> None:
-        """
-        Computes the gates of all ids, so that they are looked up and not projected (EG-MLA-A in the paper).
-
-        Beside the tables they are made from, these take `vocab_size` x `config.kv_width` elements a layer in the
-        weights' precision. They are derived state: not saved with the model, not used in training or where gradients
-        are wanted, computed again at the next use after their parameters changed, moved or were resized. Layers whose
-        gate modules are wrapped by an adapter, quantised or offloaded go on projecting.
-        """
-        for module in self.modules():
-            if isinstance(module, TokenGate):
-                module.precompute_kv_gates()
-
-    def release_kv_gates(self) -> None:
-        """Frees what [`~EGMLAPreTrainedModel.precompute_kv_gates`] computed."""
-        for module in self.modules():
-            if isinstance(module, TokenGate):
-                module.release_kv_gates()
-
     def set_kv_decoding(self, decoding: str = "auto") -> None:
         """
         Chooses how new tokens attend to the cached history; results are the same up to rounding (docs/decoding.md).
@@ -349,11 +338,11 @@ class EGMLAPreTrainedModel(PreTrainedModel):
             if isinstance(module, EGMLAAttention):
                 module.kv_decoding = decoding
 
-    def save_pretrained(self, *args, **kwargs):
+    def save_pretrained(self, save_directory, *args, **kwargs):
         """As the library's; a folder that carries its code names the model of every Auto class, not its own only."""
         if self._auto_class is not None:
             self.config.auto_map = {**(getattr(self.config, "auto_map", None) or {}), **AUTO_MAP}
-        return super().save_pretrained(*args, **kwargs)
+        return super().save_pretrained(save_directory, *args, **kwargs)
 
     def resize_token_embeddings(
         self,
@@ -368,7 +357,8 @@ class EGMLAPreTrainedModel(PreTrainedModel):
         zeros (`"add"`), without noise.
 
         Raises:
-            ValueError: a special id of the configuration would fall outside the vocabulary.
+            ValueError: a special id of the configuration would fall outside the vocabulary, or gate tables were placed
+                or narrowed.
         """
         old_num_tokens = self.get_input_embeddings().weight.shape[0]
         wanted = old_num_tokens if new_num_tokens is None else new_num_tokens
@@ -382,6 +372,8 @@ class EGMLAPreTrainedModel(PreTrainedModel):
                         f"`{field}` is {token_id}, which a vocabulary of {wanted} does not contain: change it in the "
                         "configuration first, or keep more tokens."
                     )
+        if wanted != old_num_tokens:
+            self.refuse_placed_tables("resized")
         embeddings = super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
         num_tokens = embeddings.weight.shape[0]
         for module in self.modules():
@@ -420,6 +412,7 @@ class EGMLAModel(EGMLAPreTrainedModel):
         self.norm = EGMLARMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = EGMLARotaryEmbedding(config=config)
         self.gradient_checkpointing = False
+        self.kv_gate_pool = None
 
         self.post_init()
 
@@ -459,6 +452,8 @@ class EGMLAModel(EGMLAPreTrainedModel):
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
 
+        # With a cache the library's mask overlooks documents packed into one row; a new cache is not needed for it.
+        is_packed = cache is None and attention_mask is None and begins_again(position_ids)
         if use_cache and cache is None:
             cache = EGMLACache(self.config)
         if cache is not None:
@@ -469,11 +464,12 @@ class EGMLAModel(EGMLAPreTrainedModel):
             position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + past_seen_tokens
             position_ids = position_ids.unsqueeze(0)
 
+        self.bring_kv_gates((layer.self_attn for layer in self.layers), token_ids, cache)
         causal_mask = create_causal_mask(
             config=self.config,
             inputs_embeds=inputs_embeds,
             attention_mask=attention_mask,
-            cache=cache,
+            cache=None if is_packed else cache,
             position_ids=position_ids,
         )
 

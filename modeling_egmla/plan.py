@@ -10,17 +10,28 @@ Source: arXiv:2509.16686, appendix on cache sizes. Cached tokens are batch * con
 """
 
 import copy
+import math
 from dataclasses import asdict, dataclass, replace
 
 from .configuration.presets import PRESETS
 from .configuration_egmla import EGMLAConfig
+from .placement_egmla import PLACEMENTS
+from .table_egmla import POOL_ROWS
 
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
 SCALE_BYTES = 4  # an int8 row of a gate table comes with one float32 scale
 TOKEN_ID_BYTES = 4
 GATES = ("projected", "precomputed")
-PLACEMENTS = ("device", "host", "mmap")
+
+# What grouped decoding keeps for a token (docs/decoding.md): two float32 numbers a layer, and its place among the
+# groups of equal ids, which is an index of 8 bytes, 1.6 places of 9 on text, and 4 for each distinct id.
+STATISTICS_BYTES = 8
+PLACES_PER_TOKEN = 1.6
+GROUP_BYTES = 24
+
+# Distinct ids in so many tokens of presidential messages, GPT-2's tokenizer (docs/decoding.md).
+DISTINCT_IDS = {1: 1, 256: 151, 1024: 439, 4096: 1224, 16384: 3105, 65536: 6491, 131072: 8848, 2_390_000: 26908}
 
 
 @dataclass(frozen=True)
@@ -72,7 +83,7 @@ def _other_parameters(config: EGMLAConfig) -> int:
     return embeddings + config.num_hidden_layers * layer + config.hidden_size
 
 
-def _multi_head_parameters(config: EGMLAConfig, kv_heads: int) -> int:
+def multi_head_parameters(config: EGMLAConfig, kv_heads: int) -> int:
     """Parameters of a model of this shape whose attention has keys and values of `kv_heads` heads, and no biases."""
     key_value = config.hidden_size * kv_heads * (config.qk_nope_head_dim + config.v_head_dim)
     query = config.hidden_size * config.num_attention_heads * config.qk_nope_head_dim
@@ -117,25 +128,45 @@ def expanded_workspace_elements(config: EGMLAConfig) -> int:
     return width + 2 * keys if config.kv_gate == "none" else 2 * width + 2 * max(width, keys)
 
 
-def break_even_tokens(extra: int, saved: int, row: int = 0, rows: int = 0) -> int | None:
+def distinct_ids(tokens: int, vocab_size: int) -> int:
+    """Distinct ids to expect in so many tokens of text: measured, with straight lines between in logarithms."""
+    known = list(DISTINCT_IDS.items())
+    after = next((n for n in range(1, len(known)) if known[n][0] >= tokens), len(known) - 1)
+    (t0, u0), (t1, u1) = known[after - 1 : after + 1]
+    slope = math.log(u1 / u0) / math.log(t1 / t0)
+    return min(round(u0 * (tokens / t0) ** slope), tokens, vocab_size)
+
+
+def step_workspace_elements(config: EGMLAConfig, context: int, distinct: int) -> int:
+    """
+    Elements of float32 that grouped decoding holds for a moment in a layer: of one sequence, whatever the batch.
+
+    Of the distinct ids: gates and absorbed queries. Of tokens and of places: latents, and scores and weights of all
+    heads. With additive gates queries and places are not by id.
+    """
+    heads, rank = config.num_attention_heads, config.kv_lora_rank
+    elements = context * rank + 3 * heads * context
+    if config.kv_gate != "none":
+        elements += distinct * config.kv_width
+    if config.kv_gate == "multiply":
+        elements += distinct * heads * rank + round(PLACES_PER_TOKEN * context) * (rank + heads)
+    return elements
+
+
+def break_even_tokens(extra: int, saved: int) -> int | None:
     """
     Cached tokens from which `saved` a token has paid for `extra`; any unit, bytes or elements.
 
     Args:
         extra: what the model needs more, once; may be negative.
         saved: what it needs less for each cached token; may be negative.
-        row: what each of the first `rows` tokens brings with it (a gate row fetched from a table that is elsewhere).
-        rows: rows of that table.
 
     Returns:
         0 if the model never needs more, None if it does however many tokens are cached.
     """
-    with_all_rows = extra + row * rows
-    if saved < 0 or (saved == 0 and with_all_rows > 0):
+    if saved < 0 or (saved == 0 and extra > 0):
         return None
-    if with_all_rows > saved * rows:
-        return -(-with_all_rows // saved)
-    return -(-extra // (saved - row)) if extra > 0 else 0
+    return -(-extra // saved) if extra > 0 else 0
 
 
 @dataclass(frozen=True)
@@ -151,13 +182,16 @@ class Footprint:
         tables: gate tables, wherever they are.
         cache: latents and rotated keys, or keys and values.
         token_ids: ids of the cached tokens.
-        gate_rows: rows of the cached tokens that must be on the device when the tables are not, each distinct id once;
-            at most this much, since texts repeat ids.
-        workspace: passing, in a step that expands the whole history ([`expanded_workspace_elements`]): an upper bound,
-            since tiles and groups need less; attention that reads its cache as it is needs none.
+        source_tables: tables that precomputed gates are computed from, which the library keeps beside them.
+        gate_rows: pool of rows on the device, when the tables are elsewhere.
+        workspace: kept with the cache between steps by grouped decoding, on text.
+        transient: for a moment in a decoding step ([`step_workspace_elements`]), on text.
+        prefill: for a moment while a prompt of the whole context is read, whose keys and values are expanded
+            ([`expanded_workspace_elements`]); not counted in `device`, since shorter prompts need less.
         device, host, disk: all of it, by place. Memory-mapped tables count as disk: the system may drop their pages.
-        traffic_per_token: gate rows that a new token brings to the device in all layers, at most.
-        reread_per_step: the same for a decoder that keeps no rows and reads the whole history's at each step.
+        traffic_per_token: gate rows that a new token brings to the device in all layers, if its id is new.
+        expected_rows: distinct ids to expect in the cached tokens, on text.
+        reread_per_step: rows that find no room in the pool, and are brought over at each step, on text.
         break_even_tokens: of an alternative: cached tokens from which the planned model needs no more device memory
             than it, ids and workspace apart; 0 if it never needs more, None if it always does.
     """
@@ -169,14 +203,23 @@ class Footprint:
     cache: int
     device: int
     tables: int = 0
+    source_tables: int = 0
     token_ids: int = 0
     gate_rows: int = 0
     workspace: int = 0
+    transient: int = 0
+    prefill: int = 0
     host: int = 0
     disk: int = 0
     traffic_per_token: int = 0
+    expected_rows: int = 0
     reread_per_step: int = 0
     break_even_tokens: int | None = None
+
+    @property
+    def compared(self) -> int:
+        """Bytes on the device without ids and workspace: what break-even is about."""
+        return self.device - self.token_ids - self.workspace - self.transient
 
 
 @dataclass(frozen=True)
@@ -189,6 +232,7 @@ class Plan:
         dtypes: of `weights`, `tables` and `cache`.
         gates: `"projected"` or `"precomputed"`.
         placement: of the tables, `"device"`, `"host"` or `"mmap"`.
+        pool_rows: rows that the pool on the device has room for; 0 without one.
         model: the planned model.
         alternatives: MLA of the same latent, the paper's MLA where it has one of this shape, GQA, MQA and MHA.
         tables_against: the alternative that `tables_break_even_tokens` is about: the paper's MLA, else MHA.
@@ -201,6 +245,7 @@ class Plan:
     dtypes: dict[str, str]
     gates: str
     placement: str
+    pool_rows: int
     model: Footprint
     alternatives: list[Footprint]
     tables_against: str
@@ -219,6 +264,7 @@ def plan(
     cache: str | None = None,
     gates: str = "projected",
     placement: str = "device",
+    pool_rows: int = POOL_ROWS,
 ) -> Plan:
     """
     Plans the memory that decoding with a model needs, and what other attention at its shape would need.
@@ -231,16 +277,17 @@ def plan(
         tables: dtype of the gate tables, by default that of the weights; also `"int8"` (a float32 scale a row).
         cache: dtype of the cache, by default that of the weights.
         gates: `"projected"` looks up tables of width `kv_gate_dim` and projects; `"precomputed"` (the paper's
-            EG-MLA-A) looks up rows of the projected width D, counted in place of the tables they were made from;
-            the library keeps those as well, which is not counted.
-        placement: where the tables are: `"device"`, `"host"` or `"mmap"` (read from the file as needed).
+            EG-MLA-A) looks up rows of the projected width D, and keeps what they were made from.
+        placement: where the tables are: `"device"`, `"host"` or `"mmap"` (read from the file as needed), as
+            `model.place_kv_gates()` has it.
+        pool_rows: rows that stay on the device when the tables are elsewhere.
 
     Raises:
         ValueError: an argument that cannot be, or gates and placement of a model without gate tables.
     """
     context = config.max_position_embeddings if context is None else context
     dtypes = {"weights": weights, "tables": tables or weights, "cache": cache or weights}
-    for name, value in (("batch", batch), ("context", context)):
+    for name, value in (("batch", batch), ("context", context), ("pool_rows", pool_rows)):
         if value < 1:
             raise ValueError(f"`{name}` must be at least 1, but is {value}.")
     for part, dtype in dtypes.items():
@@ -253,87 +300,98 @@ def plan(
     if config.kv_gate == "none" and (gates, placement, tables) != ("projected", "device", None):
         raise ValueError("This model is plain MLA, without gate tables: leave `gates`, `placement` and `tables` out.")
 
-    tokens = batch * context
-    model = _planned_footprint(config, tokens, dtypes, gates, placement)
-    others = _alternative_footprints(config, tokens, dtypes)
+    pool_rows = 0 if placement == "device" else min(pool_rows, config.vocab_size)
+    model = _planned_footprint(config, batch, context, dtypes, gates, placement, pool_rows)
+    others = _alternative_footprints(config, batch, context, dtypes)
     others = [other for other in others if other.name != model.name]
 
     def saved(other: Footprint) -> int:
         return (other.cache_elements_per_token - model.cache_elements_per_token) * BYTES[dtypes["cache"]]
 
-    fixed = model.weights + model.tables - model.host - model.disk
+    fixed = model.compared - model.cache
     others = [
-        replace(
-            other,
-            break_even_tokens=break_even_tokens(
-                fixed - other.weights, saved(other), row=model.traffic_per_token, rows=config.vocab_size
-            ),
-        )
-        for other in others
+        replace(other, break_even_tokens=break_even_tokens(fixed - other.weights, saved(other))) for other in others
     ]
     baseline = paper_baseline(config)
     name = f"MLA-{baseline.kv_lora_rank}" if baseline is not None else "MHA"
     against = next((other for other in others if other.name == name), others[-1])
     tables_break_even = break_even_tokens(model.tables, saved(against))
-    return Plan(batch, context, dtypes, gates, placement, model, others, against.name, tables_break_even)
+    return Plan(batch, context, dtypes, gates, placement, pool_rows, model, others, against.name, tables_break_even)
 
 
-def _mla_footprint(config: EGMLAConfig, tokens: int, dtypes: dict[str, str]) -> Footprint:
+def _mla_footprint(config: EGMLAConfig, batch: int, context: int, dtypes: dict[str, str]) -> Footprint:
     """Footprint of a model without its gate tables and ids."""
-    parameters = count_parameters(config)
+    parameters, tokens = count_parameters(config), batch * context
     weights = parameters.activated * BYTES[dtypes["weights"]]
     cache = tokens * config.cache_elements_per_token * BYTES[dtypes["cache"]]
-    workspace = tokens * expanded_workspace_elements(config) * BYTES[dtypes["weights"]]
+    distinct = distinct_ids(context, config.vocab_size)
+    transient = step_workspace_elements(config, context, distinct) * BYTES["float32"]
     return Footprint(
         name=f"MLA-{config.kv_lora_rank}",
         parameters=parameters,
         cache_elements_per_token=config.cache_elements_per_token,
         weights=weights,
         cache=cache,
-        workspace=workspace,
-        device=weights + cache + workspace,
+        transient=transient,
+        prefill=tokens * expanded_workspace_elements(config) * BYTES[dtypes["weights"]],
+        device=weights + cache + transient,
     )
 
 
 def _planned_footprint(
-    config: EGMLAConfig, tokens: int, dtypes: dict[str, str], gates: str, placement: str
+    config: EGMLAConfig,
+    batch: int,
+    context: int,
+    dtypes: dict[str, str],
+    gates: str,
+    placement: str,
+    pool_rows: int,
 ) -> Footprint:
-    model = _mla_footprint(config, tokens, dtypes)
+    model, tokens = _mla_footprint(config, batch, context, dtypes), batch * context
     token_ids = tokens * TOKEN_ID_BYTES  # without gates as well: our cache keeps them
     model = replace(model, token_ids=token_ids, device=model.device + token_ids)
     if config.kv_gate == "none":
         return model
 
+    def table_bytes(width: int, dtype: str, rows: int = config.vocab_size) -> int:
+        scale = SCALE_BYTES if dtype == "int8" else 0
+        return rows * config.num_hidden_layers * (width * BYTES[dtype] + scale)
+
     width = config.kv_gate_dim if gates == "projected" else config.kv_width
-    scale = SCALE_BYTES if dtypes["tables"] == "int8" else 0
-    row = config.num_hidden_layers * (width * BYTES[dtypes["tables"]] + scale)
-    tables = config.vocab_size * row
-    if placement == "device":
-        fetched = gate_rows = 0
-    else:
-        fetched = row
-        gate_rows = min(tokens, config.vocab_size) * row
+    # Rows that are mapped from a checkpoint are narrowed when they are read.
+    is_stored = placement == "mmap" and gates == "projected"
+    tables = table_bytes(width, dtypes["weights" if is_stored else "tables"])
+    source_tables = 0 if gates == "projected" else table_bytes(config.kv_gate_dim, dtypes["weights"])
+    fetched = 0 if placement == "device" else table_bytes(width, dtypes["tables"], rows=1)
+    expected_rows = distinct_ids(tokens, config.vocab_size)
+    statistics = STATISTICS_BYTES * config.num_hidden_layers if config.kv_gate_norm == "layer_norm" else 0
+    workspace = tokens * (statistics + GROUP_BYTES)
+    place = {"device": "device", "host": "host", "mmap": "disk"}[placement]
+    sizes = {"device": model.device + workspace + fetched * pool_rows, "host": 0, "disk": 0}
+    sizes[place] += tables + source_tables
     return replace(
         model,
         name="EG-MLA" if gates == "projected" else "EG-MLA-A",
         parameters=replace(model.parameters, tables=config.num_hidden_layers * config.vocab_size * width),
         tables=tables,
-        gate_rows=gate_rows,
-        device=model.device + (tables if placement == "device" else gate_rows),
-        host=tables if placement == "host" else 0,
-        disk=tables if placement == "mmap" else 0,
+        source_tables=source_tables,
+        gate_rows=fetched * pool_rows,
+        workspace=workspace,
         traffic_per_token=fetched,
-        reread_per_step=fetched * tokens,
+        expected_rows=expected_rows,
+        reread_per_step=fetched * max(0, expected_rows - pool_rows),
+        **sizes,
     )
 
 
-def _alternative_footprints(config: EGMLAConfig, tokens: int, dtypes: dict[str, str]) -> list[Footprint]:
+def _alternative_footprints(config: EGMLAConfig, batch: int, context: int, dtypes: dict[str, str]) -> list[Footprint]:
+    tokens = batch * context
     mla = copy.copy(config)
     mla.kv_gate = "none"
     mlas = [config for config in (mla, paper_baseline(config)) if config is not None]
-    by_name = {footprint.name: footprint for footprint in (_mla_footprint(c, tokens, dtypes) for c in mlas)}
+    by_name = {footprint.name: footprint for footprint in (_mla_footprint(c, batch, context, dtypes) for c in mlas)}
     for name, kv_heads in multi_head_kinds(config).items():
-        parameters = Parameters(_multi_head_parameters(config, kv_heads), tables=0)
+        parameters = Parameters(multi_head_parameters(config, kv_heads), tables=0)
         elements = multi_head_cache_elements(config, kv_heads)
         weights = parameters.activated * BYTES[dtypes["weights"]]
         cache = tokens * elements * BYTES[dtypes["cache"]]

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from modeling_egmla import EGMLACache, EGMLAConfig
 from modeling_egmla.commands import app, common
 from modeling_egmla.commands.generate import cache_table
+from modeling_egmla.commands.train import find_recipe
 from modeling_egmla.configuration.presets import PRESETS
 
 
@@ -53,7 +54,11 @@ def numbers(output: str, label: str) -> list[str]:
     return line.strip().removeprefix(label).split()
 
 
-@pytest.mark.parametrize("command", [[], ["generate"], ["plan"], ["demo"], ["eval"], ["train"]], ids=str)
+@pytest.mark.parametrize(
+    "command",
+    [[], *([name] for name in ("generate", "plan", "demo", "bench", "eval", "train", "plot", "distill"))],
+    ids=str,
+)
 def test_help(egmla, command):
     """Every command explains itself, without loading a model."""
     output = egmla(*command, "--help")
@@ -76,6 +81,32 @@ def test_generate(egmla, folder):
     static = egmla("generate", "My fellow", "--model", folder, "-n", 7, "--temperature", 0, "--cache", "static")
     assert static.splitlines()[0] == dynamic.splitlines()[0]
     assert numbers(static, "latents and rotary keys") == numbers(dynamic, "latents and rotary keys")
+
+
+@pytest.mark.parametrize("gates", ["projected", "precomputed"])
+@pytest.mark.parametrize("placement", ["device", "host", "mmap"])
+def test_generate_with_placed_gates(egmla, folder, tmp_path, placement, gates):
+    """Gate tables go where they are told, the text stays the same, and the table shows bytes and where they are."""
+    arguments = ["generate", "My fellow", "--model", folder, "-n", 7, "--greedy"]
+    placed = [*arguments, "--gates", gates, "--placement", placement]
+    if placement != "device":
+        placed += ["--pool-rows", 5]
+    if (placement, gates) == ("mmap", "precomputed"):
+        placed += ["--gates-file", tmp_path / "gates"]
+    row = 2 * 4 * (54 if gates == "precomputed" else 12)  # two layers, float32
+    source = 2 * 4 * 12 if gates == "precomputed" else 0
+    where = {"device": "on the device", "host": "on the host", "mmap": "in a file"}[placement]
+    for _ in range(2):  # the second time the file is there
+        output = egmla(*placed)
+        assert output.splitlines()[0] == egmla(*arguments).splitlines()[0]
+        assert numbers(output, where)[0] == f"{257 * (row + source):,}"
+        assert all(len(line.rstrip()) <= 80 for line in output.splitlines())
+    if placement != "device":
+        assert numbers(output, "rows on the device, 5 of 5")[0] == f"{5 * row:,}"
+        assert "brought there" in output
+    if placement == "host":
+        narrow = egmla(*placed, "--tables-dtype", "int8")
+        assert numbers(narrow, "on the host")[0] == f"{257 * (row // 4 + 2 * 4 + source):,}"
 
 
 def test_generate_samples_by_seed(egmla, folder):
@@ -181,6 +212,72 @@ def test_demo_without_extras(egmla, folder, tmp_path, monkeypatch):
     assert "pip install 'egmla[eval]'" in egmla("eval", folder, exit_code=1)
 
 
+def test_eval_of_texts(egmla, folder, tmp_path):
+    """Text files are counted to the unit and scored; the JSON says the same."""
+    (tmp_path / "a.txt").write_text("Peace and trade \u2013 in that order.", encoding="utf-8")
+    (tmp_path / "b.txt").write_text("War. " * 100, encoding="utf-8")
+    files = ["--text", tmp_path / "a.txt", "--text", tmp_path / "b.txt"]
+    output = egmla("eval", folder, *files, "--stride", 32, "--output", tmp_path / "new" / "out.json")
+    assert "Context 256 tokens, stride 32" in output
+    results = json.loads((tmp_path / "new" / "out.json").read_text())
+    first, second = results[str(tmp_path / "a.txt")], results[str(tmp_path / "b.txt")]
+    assert (first["tokens"], first["bytes"], first["words"]) == (34, 34, 7)  # a token is a byte here
+    assert (second["tokens"], second["bytes"], second["words"]) == (500, 500, 100)
+    assert f"{first['bits_per_byte']:.4f}" in output
+    assert "goes with --text" in egmla("eval", folder, "--stride", 3, exit_code=1)
+    assert "Give one of" in egmla("eval", folder, "--suite", "paper", "--tasks", "piqa", exit_code=1)
+    (tmp_path / "c.txt").write_bytes(b"\xff\xfe")
+    assert "c.txt is not UTF-8" in egmla("eval", folder, "--text", tmp_path / "c.txt", exit_code=1).replace("\n", "")
+
+
+def test_suite_leaves_table_and_plot(egmla, folder, tmp_path, monkeypatch):
+    """The paper's suite shows what was left out in words, and leaves a table and a picture beside its results."""
+    pytest.importorskip("lm_eval")
+    import modeling_egmla.evaluation.suite as suite
+
+    def run_task(model, tokenizer, name, *arguments):
+        if name == "mmlu":
+            raise suite.UnavailableError("no network")
+        metrics = {"acc": {"value": 0.25, "stderr": 0.1}, "perplexity": {"value": 30.0, "stderr": 1.0}}
+        return {"metrics": metrics, "rows": 4, "num_fewshot": 0, "version": 1.0, "dataset": ["x"]}
+
+    def unavailable(*arguments):
+        raise suite.UnavailableError("no network either")
+
+    monkeypatch.setattr(suite, "_run_task", run_task)
+    monkeypatch.setattr(suite, "_run_wikitext", unavailable)
+    monkeypatch.setattr(suite, "_run_climbmix", unavailable)
+    output = egmla("eval", folder, "--suite", "paper", "--output", tmp_path / "r.json")
+    assert "LEFT OUT: mmlu: no network" in output and "NOT of 12" in output
+    assert numbers(output, "egmla-large-kv256-emb512-lgz6") == ["47.80", "13.52"], "names are not cut"
+    table = (tmp_path / "r.md").read_text()
+    assert "| mean of 11, NOT of 12 (without mmlu) | 25.00 |" in table and "| mla-base-kv256 | 43.84 |" in table
+    assert json.loads((tmp_path / "r.json").read_text())["summary"]["mean_acc"] == 0.25
+    assert (tmp_path / "r.png").is_file() == (importlib.util.find_spec("matplotlib") is not None)
+
+
+def test_plot_of_two_runs(egmla, tmp_path):
+    """`egmla plot A B` prints the differences and draws them; a folder without a log is named."""
+    pytest.importorskip("matplotlib")
+    for name, loss in (("a", 3.5), ("b", 3.25)):
+        (tmp_path / name).mkdir()
+        line = {"step": 100, "eval_loss": loss}
+        (tmp_path / name / "log.jsonl").write_text(json.dumps(line) + "\n")
+    output = egmla("plot", tmp_path / "a", tmp_path / "b", "--output", tmp_path / "both.png")
+    assert numbers(output, "100") == ["3.5000", "3.2500", "+0.2500"]
+    assert (tmp_path / "both.png").is_file()
+    assert "has no log.jsonl" in egmla("plot", tmp_path, exit_code=1).replace("\n", " ")
+
+
+def test_recipes_are_found_by_name(tmp_path):
+    """`egmla train NAME` takes a recipe of the package; a file of that name comes first; others are listed."""
+    assert find_recipe(BASE).name == f"{BASE}.yaml"
+    (tmp_path / "mine.yaml").write_text("model: {}")
+    assert find_recipe(str(tmp_path / "mine.yaml")) == tmp_path / "mine.yaml"
+    with pytest.raises(ValueError, match="lora-shakespeare"):
+        find_recipe("egmla-base")
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -189,6 +286,10 @@ def test_demo_without_extras(egmla, folder, tmp_path, monkeypatch):
         (["generate", "", "--model", "FOLDER"], "at least one word"),
         (["generate", "x", "--model", "FOLDER", "-n", "1000"], "lower --max-new-tokens"),
         (["generate", "x", "--model", "FOLDER", "--device", "nowhere"], "--device nowhere"),
+        (["generate", "x", "--model", "FOLDER", "--pool-rows", "9"], "--placement host or mmap"),
+        (["generate", "x", "--model", "FOLDER", "--gates-file", "x"], "--gates precomputed --placement mmap"),
+        (["generate", "x", "-m", "FOLDER", "--gates", "precomputed", "--placement", "mmap"], "--gates-file"),
+        (["plan", BASE, "--pool-rows", "9"], "--placement host or mmap"),
         (["plan", "nothing"], "egmla plan --list"),
         (["plan", "mla-base-kv256", "--gates", "precomputed"], "without gate tables"),
         (["plan", "--plot", "FOLDER/plan.xyz"], "xyz"),
@@ -212,6 +313,7 @@ def test_other_models_are_refused(egmla, tmp_path):
     """A model of another family is named as such."""
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     assert "type llama" in egmla("plan", tmp_path, exit_code=1)
+    assert "type llama" in egmla("generate", "x", "-m", tmp_path, "--placement", "host", exit_code=1)
 
 
 def test_debug_shows_where_errors_are_from(monkeypatch):

@@ -2,16 +2,29 @@
 
 import hashlib
 import json
+import math
 
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from modeling_egmla.evaluation import evaluate, local_tasks, local_tasks_folder, scores
-
 
 pytest.importorskip("lm_eval")
+
+from modeling_egmla.evaluation import (
+    evaluate,
+    local_tasks,
+    local_tasks_folder,
+    run_paper_suite,
+    scores,
+    text_perplexity,
+)
+from modeling_egmla.evaluation.harness import load_tasks
+from modeling_egmla.evaluation.report import mean_name, paper_table, plot_results, task_table
+from modeling_egmla.evaluation.suite import paper_results
+from modeling_egmla.training.data import is_validation
+
 
 ROWS = {
     path.stem: [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
@@ -141,8 +154,6 @@ def test_rows_can_be_made_again(tmp_path, monkeypatch):
     """The generator gives the same rows each time, and its rule for documents is the training's."""
     import importlib.util
 
-    from modeling_egmla.training.data import is_validation
-
     spec = importlib.util.spec_from_file_location("make_rows", local_tasks_folder() / "make_rows.py")
     make_rows = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(make_rows)
@@ -167,3 +178,279 @@ def test_rows_can_be_made_again(tmp_path, monkeypatch):
     for line in written[0]["sotu_continuation.jsonl"].splitlines():
         row = json.loads(line)
         assert f"{row['context']} {row['choices'][row['answer']]}" in texts[row["document"]]
+
+
+@pytest.mark.slow  # starts a process that imports the harness
+def test_command_line_of_the_harness_gives_the_same(make_model, tokenizer, tmp_path):
+    """What we report of a Llama is what the command line of `lm_eval` itself reports of it, to the last digit."""
+    import subprocess
+    import sys
+
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), max_position_embeddings=128, bos_token_id=0, eos_token_id=0, **shape
+    )
+    model = LlamaForCausalLM(config).eval()
+    model.save_pretrained(tmp_path / "llama")
+    tokenizer.save_pretrained(tmp_path / "llama")
+    command = [sys.executable, "-m", "lm_eval", "run", "--model", "hf", "--include_path", str(local_tasks_folder())]
+    command += ["--model_args", f"pretrained={tmp_path / 'llama'},dtype=float32", "--device", "cpu"]
+    command += ["--tasks", "sotu_continuation,sotu_perplexity", "--limit", "12", "--batch_size", "4"]
+    done = subprocess.run([*command, "--output_path", str(tmp_path / "out")], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    (path,) = (tmp_path / "out").rglob("results*.json")
+    theirs = json.loads(path.read_text())
+    ours = evaluate(model, tokenizer, ["sotu_continuation", "sotu_perplexity"], limit=12, batch_size=4)
+    for task in ("sotu_continuation", "sotu_perplexity"):
+        expected = {
+            name: value for name, value in theirs["results"][task].items() if not name.startswith(("bits", "alias"))
+        }
+        assert {name: ours["results"][task][name] for name in expected} == expected
+        assert ours["versions"][task] == theirs["versions"][task]
+        assert ours["n-samples"][task] == theirs["n-samples"][task]
+
+
+TEXTS = [row["text"] for row in ROWS["sotu_perplexity"][:3]] + ["Peace, at last.", "Fellow citizens \u2013 of 1862"]
+
+
+@pytest.mark.parametrize(("context", "stride"), [(7, 1), (16, 5), (64, 64), (96, 48)])
+def test_strided_perplexity(make_model, tokenizer, context, stride):
+    """Each token is predicted once, from the window that ends nearest behind it: as a loop over single tokens says."""
+    model = make_model(vocab_size=len(tokenizer), max_position_embeddings=96, bos_token_id=0, eos_token_id=0).double()
+    texts = [TEXTS[0][:150], TEXTS[3], TEXTS[4]]
+    nats, tokens = 0.0, 0
+    for text in texts:
+        ids = [tokenizer.bos_token_id, *tokenizer(text).input_ids]
+        for target in range(1, len(ids)):
+            # Windows end at context, context + stride, ... and at the end of the text.
+            end = context if target <= context else context + -(-(target - context) // stride) * stride
+            start = max(0, min(end, len(ids) - 1) - context)
+            with torch.no_grad():
+                logits = model(torch.tensor([ids[start:target]])).logits[0, -1]
+            nats -= logits.log_softmax(-1)[ids[target]].item()
+            tokens += 1
+    for batch_size in (1, 4):
+        result = text_perplexity(model, tokenizer, texts, context, stride, batch_size)
+        assert result.nats == pytest.approx(nats, rel=1e-6)
+        assert result.tokens == tokens and result.documents == 3
+        assert result.words == sum(len(text.split()) for text in texts)
+        assert result.bytes == sum(len(text.encode()) for text in texts) > sum(map(len, texts))
+        assert result.token_perplexity == pytest.approx(math.exp(nats / tokens), rel=1e-6)
+        assert result.bits_per_byte == pytest.approx(math.log2(result.byte_perplexity))
+
+
+def test_perplexity_without_overlap_is_the_harness(model, tokenizer):
+    """Windows that do not overlap give the harness's word and byte perplexities."""
+    results = {s.metric: s.value for s in scores(evaluate(model, tokenizer, ["sotu_perplexity"], batch_size=4))}
+    texts = [row["text"] for row in ROWS["sotu_perplexity"]]
+    ours = text_perplexity(model, tokenizer, texts, stride=model.config.max_position_embeddings)
+    assert ours.word_perplexity == pytest.approx(results["word_perplexity"], rel=1e-5)
+    assert ours.byte_perplexity == pytest.approx(results["byte_perplexity"], rel=1e-5)
+    assert ours.bits_per_byte == pytest.approx(results["bits_per_byte"], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [({"context": 257}, "257"), ({"context": 8, "stride": 9}, "stride"), ({"texts": []}, "text")],
+)
+def test_perplexity_refuses_what_it_cannot_do(model, tokenizer, arguments, named):
+    """A context beyond the model's, a stride that skips tokens, and no text are refused by name."""
+    with pytest.raises(ValueError, match=named):
+        text_perplexity(model, tokenizer, **{"texts": TEXTS, **arguments})
+
+
+# Rows of the real columns of the datasets behind the paper's tasks, made up.
+MC1 = {"choices": ["Peace.", "War.", "Taxes."], "labels": [1, 0, 0]}
+MC2 = {"choices": ["Peace.", "Treaties.", "War."], "labels": [1, 1, 0]}
+PROBLEMS = str([{"question": "Who reads?", "answer": "B", "options": ["I", "You", "They", "We"]} for _ in range(2)])
+REAL_COLUMNS = {
+    "baber/piqa": {"goal": "Keep the peace", "sol1": "Sign a treaty.", "sol2": "Declare war.", "label": 0},
+    "allenai/ai2_arc": {
+        "id": "1",
+        "question": "What is law?",
+        "choices": {"text": ["A rule", "A river", "A tax"], "label": ["A", "B", "C"]},
+        "answerKey": "A",
+    },
+    "Rowan/hellaswag": {
+        "ind": 1,
+        "activity_label": "Reading",
+        "ctx_a": "A clerk reads a message.",
+        "ctx_b": "he",
+        "ctx": "A clerk reads a message. he",
+        "endings": ["sits down.", "flies.", "[step] melts.", "sings."],
+        "label": "0",
+    },
+    "allenai/winogrande": {
+        "sentence": "The law binds the state since _ is just.",
+        "option1": "the law",
+        "option2": "the state",
+        "answer": "1",
+    },
+    "lighteval/siqa": {
+        "context": "The House met.",
+        "question": "Why?",
+        "answerA": "To vote",
+        "answerB": "To sleep",
+        "answerC": "To sing",
+        "label": "1",
+    },
+    "cais/mmlu": {
+        "question": "What is a treaty?",
+        "subject": "x",
+        "choices": ["A pact", "A tax", "A ship", "A road"],
+        "answer": 0,
+    },
+    "allenai/openbookqa": {
+        "id": "1",
+        "question_stem": "Ships sail on",
+        "choices": {"text": ["water", "land", "air", "fire"], "label": ["A", "B", "C", "D"]},
+        "answerKey": "A",
+    },
+    "aps/super_glue": {"question": "is law a rule", "passage": "Law is a rule.", "idx": 0, "label": 1},
+    "EleutherAI/race": {"article": "You read this.", "problems": PROBLEMS},
+    "truthfulqa/truthful_qa": {"question": "What is best?", "mc1_targets": MC1, "mc2_targets": MC2},
+    "EleutherAI/lambada_openai": {"text": "The state of the union is strong"},
+    "EleutherAI/wikitext_document_level": {
+        "page": " = Peace = \n \n The treaty , signed in 1 @,@ 862 , ended the war . \n"
+    },
+}
+ROWS_OF_EACH = 3
+
+
+def fake_load_dataset(path, name=None, split=None, streaming=False, **kwargs):
+    """What `datasets.load_dataset` gives, with rows made up here; other datasets cannot be reached."""
+    from datasets import Dataset, DatasetDict
+
+    if path == "OptimalScale/ClimbMix":
+        texts = [f"Document {number}: the people ask for peace and trade." for number in range(600)]
+        return Dataset.from_dict({"text": texts, "cluster_id": [1] * 600}).to_iterable_dataset(3)
+    if path not in REAL_COLUMNS:
+        raise ConnectionError(f"Couldn't reach '{path}' on the Hub")
+    sizes = {"train": ROWS_OF_EACH, "validation": ROWS_OF_EACH, "test": ROWS_OF_EACH, "dev": 5}
+    rows = {split: [REAL_COLUMNS[path] | {"row": row} for row in range(size)] for split, size in sizes.items()}
+    return DatasetDict({split: Dataset.from_list(listed) for split, listed in rows.items()})
+
+
+@pytest.fixture
+def real_columns(monkeypatch):
+    """Replaces `datasets.load_dataset` by made-up rows of the real columns; gives the datasets to make unreachable."""
+    import datasets
+
+    import modeling_egmla.training.data
+
+    unreachable = set()
+
+    def load(path, *arguments, **kwargs):
+        if path in unreachable:
+            raise ConnectionError(f"Couldn't reach '{path}' on the Hub")
+        return fake_load_dataset(path, *arguments, **kwargs)
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    monkeypatch.setattr(modeling_egmla.training.data, "load_dataset", load)
+    return unreachable
+
+
+TWELVE = {
+    "piqa": ("acc", "acc_norm"),
+    "arc_challenge": ("acc", "acc_norm"),
+    "arc_easy": ("acc", "acc_norm"),
+    "hellaswag": ("acc", "acc_norm"),
+    "winogrande": ("acc",),
+    "social_iqa": ("acc",),
+    "mmlu": ("acc",),
+    "openbookqa": ("acc", "acc_norm"),
+    "boolq": ("acc",),
+    "race": ("acc",),
+    "truthfulqa_mc2": ("acc",),
+    "lambada_openai": ("acc", "perplexity"),
+}
+
+
+@pytest.mark.slow  # reads all task files of the harness
+def test_the_papers_suite(model, tokenizer, real_columns, tmp_path):
+    """
+    The twelve tasks are built from the harness's own files and scored, MMLU with five examples and counting once in
+    the mean; what cannot be had is named, left out, and tried again; what is there is kept, but for this model only.
+    """
+    path = tmp_path / "paper.json"
+    real_columns |= {"Rowan/hellaswag", "OptimalScale/ClimbMix"}
+    messages = []
+    results = run_paper_suite(model, tokenizer, path, batch_size=4, report=messages.append)
+    assert set(results["tasks"]) == set(TWELVE) - {"hellaswag"}
+    assert set(results["unavailable"]) == {"hellaswag", "climbmix"}
+    assert any("hellaswag is LEFT OUT" in message and "Rowan/hellaswag" in message for message in messages)
+    assert results["summary"]["tasks_in_mean"] == 11 and results["summary"]["mean_perplexity"] is None
+    assert "NOT of 12 (without hellaswag)" in mean_name(results)
+    assert json.loads(path.read_text()) == results
+
+    # Continued: only what is missing runs.
+    real_columns.clear()
+    messages.clear()
+    earlier = results["tasks"]
+    results = run_paper_suite(model, tokenizer, path, batch_size=4, report=messages.append)
+    assert messages == ["hellaswag ...", "climbmix ..."]
+    assert {name: results["tasks"][name] for name in earlier} == earlier and not results["unavailable"]
+    for name, metrics in TWELVE.items():
+        task = results["tasks"][name]
+        assert tuple(sorted(task["metrics"])) == metrics
+        assert task["num_fewshot"] == (5 if name == "mmlu" else 0)
+        assert task["rows"] == ROWS_OF_EACH * (57 if name == "mmlu" else 1)
+        assert task["version"] is not None
+    summary = results["summary"]
+    accuracies = {name: results["tasks"][name]["metrics"]["acc"]["value"] for name in TWELVE}
+    assert summary["mean_acc"] == pytest.approx(sum(accuracies.values()) / 12)
+    normalised = [results["tasks"][name]["metrics"].get("acc_norm", {"value": accuracies[name]}) for name in TWELVE]
+    assert summary["mean_acc_norm_or_acc"] == pytest.approx(sum(each["value"] for each in normalised) / 12)
+    parts = (
+        results["perplexity"]["climbmix"]["token_perplexity"],
+        results["perplexity"]["wikitext"]["token_perplexity"],
+        results["tasks"]["lambada_openai"]["metrics"]["perplexity"]["value"],
+    )
+    assert summary["mean_perplexity"] == pytest.approx(sum(parts) / 3)
+    assert mean_name(results) == "mean of 12"
+
+    climbmix = results["perplexity"]["climbmix"]
+    texts = [row["text"] for row in fake_load_dataset("OptimalScale/ClimbMix") if is_validation(row["text"], 0.01)]
+    assert climbmix["documents"] == len(texts) > 1
+    assert climbmix["tokens"] == sum(len(ids) for ids in tokenizer(texts).input_ids)
+
+    # A model with other weights, or other rows, is not mixed in.
+    with pytest.raises(ValueError, match="limit"):
+        run_paper_suite(model, tokenizer, path, limit=1)
+    with torch.no_grad():
+        model.model.norm.weight[0] += 1
+    with pytest.raises(ValueError, match="weights_sha256"):
+        run_paper_suite(model, tokenizer, path)
+    assert json.loads(path.read_text()) == results
+
+    columns, rows = paper_table(results, "mine")
+    assert len(columns) == len(rows[0]) and rows[0][0] == "mine (here)"
+    assert rows[1][:3] == ["mla-base-kv256", "43.84", "15.45"]
+    columns, rows = task_table(results)
+    assert [row[0] for row in rows] == [*TWELVE, "mean of 12"]
+    plot_results(results, "mine", tmp_path / "paper.png")
+    assert (tmp_path / "paper.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow  # reads all task files of the harness
+def test_the_harness_runs_the_papers_group(real_columns):
+    """`lm_eval --tasks paper` builds the same tasks from the group file: 11 and MMLU's 57, with their examples."""
+    tasks = load_tasks(["paper"])["tasks"]
+    assert len(tasks) == 11 + 57
+    for name, task in tasks.items():
+        assert task.get_config("num_fewshot") == (5 if name.startswith("mmlu_") else 0)
+
+
+def test_the_papers_figures():
+    """The paper's models are named as presets, and its mean perplexity is the mean of its three."""
+    from modeling_egmla.configuration.presets import PRESETS
+
+    models = paper_results()["models"]
+    assert set(models) < set(PRESETS)
+    for figures in models.values():
+        if "climbmix" in figures:
+            mean = (figures["climbmix"] + figures["wikitext"] + figures["lambada"]) / 3
+            assert mean == pytest.approx(figures["mean_perplexity"], abs=0.01)

@@ -21,7 +21,7 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
-from modeling_egmla import EGMLACache, EGMLAForCausalLM, EGMLAModel, EGMLAStaticCache, modeling_egmla
+from modeling_egmla import EGMLACache, EGMLAForCausalLM, EGMLAModel, EGMLAStaticCache, generation_egmla, modeling_egmla
 
 
 GROUPS = pytest.mark.parametrize("group_size", [1, 2])
@@ -862,14 +862,14 @@ def test_no_module_keeps_a_cache_or_ids(make_model, monkeypatch, settings):
     model = make_model()
     caches = []
     for name in ("EGMLACache", "EGMLAStaticCache"):
-        original = getattr(modeling_egmla, name)
+        original = getattr(generation_egmla, name)
 
         def make(*args, original=original, **kwargs):
             cache = original(*args, **kwargs)
             caches.append(weakref.ref(cache))
             return cache
 
-        monkeypatch.setattr(modeling_egmla, name, make)
+        monkeypatch.setattr(generation_egmla, name, make)
     known = {name for module in model.modules() for name in vars(module)}
     gc.collect()
     before = {id(thing) for thing in gc.get_objects() if type(thing) is torch.Tensor}

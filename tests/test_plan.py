@@ -10,9 +10,11 @@ from modeling_egmla.configuration.presets import PRESETS
 from modeling_egmla.plan import (
     break_even_tokens,
     count_parameters,
+    distinct_ids,
     expanded_workspace_elements,
     multi_head_cache_elements,
     plan,
+    step_workspace_elements,
 )
 
 
@@ -68,22 +70,49 @@ def test_cache_equals_a_live_cache(make_model, dtype):
 
 @pytest.mark.parametrize("kv_gate", ["multiply", "none"])
 def test_workspace_is_measured(make_model, kv_gate):
-    """What a step allocates at its peak when it expands the history is the planned workspace."""
-    from torch.profiler import ProfilerActivity, profile
-
+    """What a step allocates at its peak when it expands the history is the workspace planned for prefill."""
     shape = {"num_attention_heads": 12, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 64}
     model = make_model(num_hidden_layers=1, kv_gate=kv_gate, max_position_embeddings=4096, **shape)
     tokens, new = 4096, 32  # several new tokens at once are always computed by expansion
     streams = [torch.randn(1, 1, tokens - new, width) for width in (16, 64)]
     cache = EGMLACache(model.config)
     cache.fill([streams[0]], [streams[1]], torch.randint(97, (1, tokens - new)))
-    with torch.inference_mode(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        model(torch.randint(97, (1, new)), cache=cache)
-    allocations = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
-    ordered = sorted(allocations, key=lambda event: event.start_ns())
-    peak = max(itertools.accumulate(event.nbytes() for event in ordered))
+    peak = peak_bytes(lambda: model(torch.randint(97, (1, new)), cache=cache))
     planned = tokens * expanded_workspace_elements(model.config) * 4
     assert peak - cache.memory().total == pytest.approx(planned, rel=0.06)
+
+
+def peak_bytes(function) -> int:
+    """The most that was allocated at once while `function` ran, above what was before."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with torch.no_grad(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        function()
+    allocations = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
+    ordered = sorted(allocations, key=lambda event: event.start_ns())
+    return max(itertools.accumulate(event.nbytes() for event in ordered))
+
+
+@pytest.mark.parametrize("kv_gate", ["multiply", "add"])
+def test_workspace_of_decoding_is_measured(make_model, kv_gate):
+    """What a grouped step allocates at its peak, and what it keeps with the cache, are what is planned for text."""
+    shape = {"num_attention_heads": 12, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 64}
+    sizes = {"num_hidden_layers": 2, "vocab_size": 20_000, "kv_lora_rank": 64, "max_position_embeddings": 4096}
+    model = make_model(kv_gate=kv_gate, **sizes, **shape)
+    model.set_kv_decoding("grouped")
+    ranks = torch.arange(1, 20_001).double()
+    ids = torch.multinomial((ranks + 10) ** -1.3, 2048, replacement=True)[None]  # as in text, a few are common
+    cache = EGMLACache(model.config)
+    latents, keys = ([torch.randn(1, 1, 2046, 64) for _ in range(2)] for _ in range(2))
+    cache.fill(latents, keys, ids[:, :2046])
+    with torch.no_grad():
+        model(ids[:, 2046:2047], cache=cache)
+    peak = peak_bytes(lambda: model(ids[:, 2047:], cache=cache))
+    planned = plan(model.config, context=2048, weights="float32").model
+    distinct = len(ids.unique())
+    assert peak == pytest.approx(4 * step_workspace_elements(model.config, 2048, distinct), rel=0.12)
+    assert distinct_ids(2048, 20_000) == pytest.approx(distinct, rel=0.2)
+    assert cache.memory().workspace == pytest.approx(planned.workspace, rel=0.08)
 
 
 def test_cache_elements_of_the_paper():
@@ -120,8 +149,7 @@ def test_break_even_is_where_totals_cross(gates, placement, tables):
     def difference(name, context):
         planned = plan(BASE, context=context, gates=gates, placement=placement, tables=tables)
         other = next(footprint for footprint in planned.alternatives if footprint.name == name)
-        ours = planned.model.device - planned.model.workspace - planned.model.token_ids
-        return ours - (other.device - other.workspace)
+        return planned.model.compared - other.compared
 
     for name, footprint in alternatives(BASE, gates=gates, placement=placement, tables=tables).items():
         tokens = footprint.break_even_tokens
@@ -139,22 +167,52 @@ def test_break_even_of_nothing():
     assert break_even_tokens(5, 0) is None
     assert break_even_tokens(5, -1) is None
     assert break_even_tokens(5, 2) == 3
-    assert break_even_tokens(0, 1, row=2, rows=10) == 20  # rows come faster than cache is saved, until all are there
-    assert break_even_tokens(-30, 1, row=2, rows=10) == 0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("gates", ["projected", "precomputed"])
+@pytest.mark.parametrize("placement", ["device", "host", "mmap"])
+def test_placements_equal_a_live_model(make_model, tmp_path, placement, gates, dtype):
+    """Planned bytes of tables, pool and traffic are those that a model with placed tables reports."""
+    model, arguments = make_model(), {}
+    model.save_pretrained(tmp_path)
+    if gates == "precomputed" and placement == "mmap":
+        arguments = {"gates_file": tmp_path / "gates"}
+        model.save_kv_gates(tmp_path / "gates", dtype)
+    elif gates == "precomputed":
+        model.precompute_kv_gates()
+    model.place_kv_gates(placement, dtype, pool_rows=40, checkpoint=tmp_path, **arguments)
+    with torch.no_grad():
+        model(torch.arange(2, 25)[None])
+    live = model.kv_gate_statistics()
+    options = {"gates": gates, "placement": placement, "tables": dtype, "pool_rows": 40}
+    planned = plan(model.config, weights="float32", **options).model
+    on_device = planned.tables + planned.source_tables if placement == "device" else 0
+    assert (live.device, live.host, live.file) == (on_device, planned.host, planned.disk)
+    assert (live.pool, live.bytes_moved) == (planned.gate_rows, 23 * planned.traffic_per_token)
 
 
 def test_placement_moves_the_tables():
-    """Tables on the host or in a file leave the device; rows that cached tokens need come back, and are counted."""
+    """Tables on the host or in a file leave the device, and a pool of rows takes their place."""
     on_device, on_host, in_file = (plan(BASE, batch=2, placement=place).model for place in ("device", "host", "mmap"))
     row = 12 * 256 * 2  # bytes of one id in all layers
     assert on_device.host == on_device.disk == on_device.traffic_per_token == on_device.gate_rows == 0
     assert (on_host.host, on_host.disk) == (50_304 * row, 0)
     assert (in_file.host, in_file.disk) == (0, 50_304 * row)
-    assert on_host.traffic_per_token == row
-    assert on_host.reread_per_step == 2 * 4096 * row
-    assert on_host.gate_rows == 2 * 4096 * row
-    assert on_host.device == in_file.device == on_device.device - 50_304 * row + 2 * 4096 * row
-    assert plan(BASE, batch=64, placement="host").model.gate_rows == 50_304 * row  # no more rows than ids
+    assert (on_host.traffic_per_token, on_host.gate_rows, on_host.reread_per_step) == (row, 4096 * row, 0)
+    assert on_host.device == in_file.device == on_device.device - 50_304 * row + 4096 * row
+    assert plan(BASE, placement="host", pool_rows=10**6).model.gate_rows == 50_304 * row  # no more rows than ids
+    small = plan(BASE, batch=2, placement="host", pool_rows=1000).model
+    assert small.reread_per_step == (small.expected_rows - 1000) * row > 0
+
+
+def test_law_of_distinct_ids():
+    """Distinct ids are those that were measured, grow with the text, and are no more than tokens or ids."""
+    assert [distinct_ids(tokens, 50_304) for tokens in (1, 256, 4096, 65_536)] == [1, 151, 1224, 6491]
+    grown = [distinct_ids(2**n, 50_304) for n in range(40)]
+    assert grown == sorted(grown) and grown[-1] == 50_304
+    assert all(rows <= 2**n for n, rows in enumerate(grown))
+    assert distinct_ids(4096, 97) == 97
 
 
 def test_totals_are_sums():
@@ -165,10 +223,14 @@ def test_totals_are_sums():
     assert model.tables == 12 * 50_304 * (256 + 4)
     assert model.cache == 2 * 100 * 1_536 * 2
     assert model.token_ids == 2 * 100 * 4
-    assert model.workspace == 2 * 100 * expanded_workspace_elements(BASE) * 4 == 2 * 100 * 4 * 1_536 * 4
+    assert model.prefill == 2 * 100 * expanded_workspace_elements(BASE) * 4 == 2 * 100 * 4 * 1_536 * 4
     for footprint in (model, *planned.alternatives):
-        parts = footprint.weights + footprint.tables + footprint.cache + footprint.token_ids + footprint.workspace
-        assert footprint.device == parts
+        parts = footprint.weights + footprint.tables + footprint.cache + footprint.token_ids
+        assert footprint.device == parts + footprint.workspace + footprint.transient
+    precomputed = plan(BASE, gates="precomputed", tables="int8").model
+    assert precomputed.tables == 12 * 50_304 * (1_536 + 4)
+    assert precomputed.source_tables == 12 * 50_304 * 256 * 2
+    assert precomputed.compared == precomputed.weights + precomputed.cache + precomputed.tables + 309_067_776
     assert planned.to_dict()["model"]["device"] == model.device
 
 
@@ -196,6 +258,7 @@ def test_plain_mla():
         ({"cache": "float8"}, "float8"),
         ({"gates": "cached"}, "gates"),
         ({"placement": "gpu"}, "placement"),
+        ({"placement": "host", "pool_rows": 0}, "pool_rows"),
     ],
     ids=str,
 )

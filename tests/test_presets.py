@@ -81,8 +81,38 @@ def test_folders_equal_the_table(tmp_path):
     assert set(written) == set(PRESETS)
     for name, text in written.items():
         assert (FOLDER / name / "config.json").read_text() == text
+    recipes = {path.stem: path.read_text() for path in (tmp_path / "recipes").glob("*.yaml")}
+    assert set(recipes) == set(PRESETS)
+    for name, text in recipes.items():
+        assert (FOLDER / "recipes" / f"{name}.yaml").read_text() == text
     folders = {path.parent.name for path in FOLDER.glob("*/config.json") if not [*path.parent.glob("*.safetensors")]}
     assert folders == set(PRESETS)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_recipes_are_the_papers(name):
+    """A preset's recipe is one that can be run, with the paper's batch, tokens and rate; the rest is marked."""
+    pytest.importorskip("datasets")
+    from modeling_egmla.training import load_recipe
+    from modeling_egmla.training.run import build_arguments
+
+    path = FOLDER / "recipes" / f"{name}.yaml"
+    recipe = load_recipe(path)
+    config = EGMLAConfig.from_preset(recipe.model.preset)
+    assert recipe.model.preset == name
+    assert recipe.data.sequence_length <= config.max_position_embeddings
+    assert recipe.training.batch_tokens == pytest.approx(0.39e6, rel=0.01)
+    assert recipe.training.batch_tokens * recipe.training.steps == pytest.approx(50e9, rel=1e-4)
+    size = (config.hidden_size, config.num_hidden_layers)
+    assert recipe.training.learning_rate == {(768, 12): 6e-4, (2048, 12): 2.5e-4, (2048, 24): 2e-4}[size]
+    arguments = build_arguments(recipe.training, recipe.data.sequence_length)
+    sequences = arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps
+    assert sequences * recipe.data.sequence_length == recipe.training.batch_tokens
+    stated = {"preset", "dataset", "streaming", "output_dir", "batch_tokens", "steps", "learning_rate"}
+    for line in path.read_text().splitlines():
+        key, colon, value = line.strip().partition(":")
+        if colon and value and not key.startswith("#") and "# ours" not in line:
+            assert key in stated | ({"sequence_length"} if config.hidden_size > 768 else set()), line
 
 
 @pytest.mark.parametrize("name", PRESETS)

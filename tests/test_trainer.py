@@ -242,3 +242,205 @@ def test_lora_on_gate_tables(make_model):
         )
         torch.testing.assert_close(cached, logits, atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(adapted.merge_and_unload()(ids).logits, logits, atol=1e-5, rtol=1e-5)
+
+
+def test_lora_merges_exactly_with_precomputed_gates(make_model):
+    """Merging an adapter on the gates gives the adapter's logits also where gates were computed before."""
+    peft = pytest.importorskip("peft")
+    model = make_model()
+    model.precompute_kv_gates()
+    ids = random_ids(2, 8)
+    with torch.no_grad():
+        before = model(ids).logits
+    config = peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["kv_gate_embed", "kv_gate_proj", "kv_b_proj"])
+    adapted = peft.get_peft_model(model, config)
+    optimizer = torch.optim.SGD([p for p in adapted.parameters() if p.requires_grad], lr=0.5)
+    for _ in range(5):
+        adapted(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    adapted.eval()
+    with torch.no_grad():
+        logits = adapted(input_ids=ids).logits
+        merged = adapted.merge_and_unload()
+        assert (logits - before).abs().max() > 1e-2
+        torch.testing.assert_close(merged(ids).logits, logits, atol=1e-5, rtol=1e-5)
+        assert merged.model.layers[0].self_attn._kv_gate_table is not None, "gates are looked up again"
+
+
+def test_gate_table_trains_whole_beside_lora(make_model, tmp_path):
+    """`modules_to_save` trains gate tables in full beside adapters; saved and loaded, the logits are the same."""
+    peft = pytest.importorskip("peft")
+    model = make_model()
+    base = copy.deepcopy(model)
+    config = peft.LoraConfig(
+        task_type="CAUSAL_LM", r=2, target_modules=["q_proj", "kv_b_proj"], modules_to_save=["kv_gate_embed"]
+    )
+    adapted = peft.get_peft_model(model, config)
+    data = rows([9, 12, 5, 7])
+    make_trainer(adapted, tmp_path, data, max_steps=5, learning_rate=1e-2, per_device_train_batch_size=4).train()
+    adapted.eval()
+    adapted.save_pretrained(tmp_path / "adapter")
+    ids = random_ids(2, 8)
+    with torch.no_grad():
+        logits = adapted(input_ids=ids).logits
+        loaded = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
+        torch.testing.assert_close(loaded(input_ids=ids).logits, logits, atol=1e-5, rtol=1e-5)
+        merged = adapted.merge_and_unload()
+        torch.testing.assert_close(merged(ids).logits, logits, atol=1e-5, rtol=1e-5)
+    table = merged.model.layers[1].self_attn.kv_gate_embed.weight
+    assert (table - make_model().model.layers[1].self_attn.kv_gate_embed.weight).abs().max() > 1e-3
+
+
+def test_bf16(make_model, tmp_path):
+    """`bf16=True` computes in bfloat16 and steps in float32: the weights stay near those of a float32 run."""
+    data = rows([9, 12, 5, 7])
+    common = {"max_steps": 5, "optim": "sgd", "learning_rate": 0.1, "per_device_train_batch_size": 4}
+    exact, mixed = make_model(), make_model()
+    make_trainer(exact, tmp_path, data, **common).train()
+    make_trainer(mixed, tmp_path, data, bf16=True, **common).train()
+    distance = moved = 0.0
+    for (name, fresh), weight, rounded in zip(make_model().named_parameters(), exact.parameters(), mixed.parameters()):
+        assert rounded.dtype == torch.float32, name
+        distance += (rounded - weight).square().sum().item()
+        moved += (weight - fresh).square().sum().item()
+    assert 0 < distance < 0.05**2 * moved
+
+
+@pytest.mark.slow  # traces forward and backward
+@pytest.mark.parametrize("group_size", [1, 2])
+def test_torch_compile(make_model, tmp_path, group_size):
+    """`torch_compile=True` takes the same steps, over texts of several lengths."""
+    data = rows([9, 12, 5, 7])
+    weights = []
+    for settings in ({}, {"torch_compile": True, "torch_compile_backend": "aot_eager"}):
+        model = make_model(layer_group_size=group_size)
+        common = {"max_steps": 4, "optim": "sgd", "learning_rate": 0.1, "per_device_train_batch_size": 2}
+        make_trainer(model, tmp_path, data, **common, **settings).train()
+        weights.append(model.state_dict())
+    for name, weight in weights[0].items():
+        torch.testing.assert_close(weights[1][name], weight, atol=1e-5, rtol=0, msg=name)
+
+
+def test_grouping_by_length(make_model, tmp_path):
+    """`train_sampling_strategy="group_by_length"` puts like lengths together: every text once, less padding."""
+    lengths = [3, 40, 4, 41, 5, 42, 6, 43] * 8
+    padding = {}
+    for strategy in ("random", "group_by_length"):
+        trainer = make_trainer(
+            make_model(),
+            tmp_path,
+            rows(lengths),
+            train_sampling_strategy=strategy,
+            per_device_train_batch_size=4,
+            num_train_epochs=1,
+        )
+        batches = []
+        trainer.data_collator = lambda examples, seen=batches: (seen.append(padded(examples)), seen[-1])[1]
+        trainer.train()
+        masks = [batch["attention_mask"] for batch in batches]
+        assert sorted(length for mask in masks for length in mask.sum(-1).tolist()) == sorted(lengths)
+        padding[strategy] = sum(int((mask == 0).sum()) for mask in masks)
+    assert padding["group_by_length"] < 0.5 * padding["random"]
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("use_cache", [False, True])
+@pytest.mark.parametrize("group_size", [1, 2])
+def test_packed_documents_do_not_see_each_other(make_model, attention, use_cache, group_size):
+    """
+    Documents in one row, told apart by position_ids that begin again, get the logits that each has alone; with several
+    rows, and with the cache on, as well.
+    """
+    model = make_model(layer_group_size=group_size, attn_implementation=attention)
+    documents = [random_ids(1, length, seed)[0] for seed, length in enumerate([5, 9, 1, 7])]
+    ids = torch.cat(documents)
+    positions = torch.cat([torch.arange(len(document)) for document in documents])
+    with torch.no_grad():
+        alone = torch.cat([model(document[None], use_cache=False).logits[0] for document in documents])
+        packed = model(ids[None], position_ids=positions[None], use_cache=use_cache).logits
+        torch.testing.assert_close(packed[0], alone, atol=1e-5, rtol=1e-5)
+        rows_packed = model(
+            torch.stack([ids, ids.flip(0)]),
+            position_ids=torch.stack([positions, torch.arange(len(ids))]),
+            use_cache=use_cache,
+        ).logits
+        torch.testing.assert_close(rows_packed[0], alone, atol=1e-5, rtol=1e-5)
+        whole = model(ids[None], use_cache=use_cache).logits
+        assert (whole[0] - alone).abs().max() > 1e-2, "without position_ids it is one document"
+
+
+def test_flattened_batches_train_as_padded_ones(make_model, tmp_path):
+    """`DataCollatorWithFlattening`, which packs a batch into one row, takes the step that padding takes."""
+    from transformers import DataCollatorWithFlattening
+
+    data = [{"input_ids": row["input_ids"].tolist()} for row in rows([9, 3, 12, 5])]
+    weights = []
+    for collator in (
+        lambda examples: padded([{"input_ids": torch.tensor(e["input_ids"])} for e in examples]),
+        DataCollatorWithFlattening(),
+    ):
+        model = make_model()
+        common = {"max_steps": 2, "optim": "sgd", "learning_rate": 0.1, "max_grad_norm": 0.0}
+        trainer = make_trainer(model, tmp_path, data, per_device_train_batch_size=2, **common)
+        trainer.data_collator = collator
+        trainer.train()
+        weights.append(model.state_dict())
+    for name, weight in weights[0].items():
+        torch.testing.assert_close(weights[1][name], weight, atol=1e-6, rtol=0, msg=name)
+
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{% if message.role == 'assistant' %}"
+    "{% generation %}{{ message.content + eos_token }}{% endgeneration %}"
+    "{% else %}{{ 'Question: ' + message.content + '\\nAnswer:\\n' }}{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.slow  # imports trl
+@pytest.mark.parametrize("with_lora", [False, True])
+def test_sft_trainer_on_chats(make_model, tmp_path, with_lora):
+    """TRL's SFTTrainer fine-tunes on chats, on the assistant's words alone, whole or with LoRA, as with any model."""
+    trl = pytest.importorskip("trl")
+    peft = pytest.importorskip("peft")
+    from datasets import Dataset
+    from transformers import AutoTokenizer
+
+    from modeling_egmla import preset_path
+
+    tokenizer = AutoTokenizer.from_pretrained(preset_path())
+    tokenizer.chat_template = CHAT_TEMPLATE
+    words = ["peace", "war", "trade", "union", "treaty", "army", "land", "law"]
+    chats = [
+        [{"role": "user", "content": f"What of {word}?"}, {"role": "assistant", "content": f"Of {word} I report."}]
+        for word in words
+    ]
+    special = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
+    model = make_model(vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id, **special)
+    settings = {
+        "output_dir": str(tmp_path),
+        "max_steps": 20,
+        "learning_rate": 1e-2,
+        "per_device_train_batch_size": 4,
+        "assistant_only_loss": True,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "bf16": False,
+        "gradient_checkpointing": False,
+    }
+    trainer = trl.SFTTrainer(
+        model=model,
+        args=trl.SFTConfig(**settings),
+        train_dataset=Dataset.from_dict({"messages": chats}),
+        eval_dataset=Dataset.from_dict({"messages": chats}),
+        processing_class=tokenizer,
+        peft_config=peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear") if with_lora else None,
+    )
+    batch = next(iter(trainer.get_train_dataloader()))
+    answers = {tokenizer.decode(labels[labels != -100]) for labels in batch["labels"]}
+    assert answers <= {f"Of {word} I report.{tokenizer.eos_token}" for word in words}
+    before = trainer.evaluate()["eval_loss"]
+    trainer.train()
+    assert trainer.evaluate()["eval_loss"] < (0.9 if with_lora else 0.5) * before

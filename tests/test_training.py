@@ -1,5 +1,6 @@
 """Training by recipe: what a recipe promises, and what the embedded model is."""
 
+import importlib.util
 import json
 import random
 from importlib.resources import files
@@ -12,15 +13,18 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import modeling_egmla  # noqa: F401  registers the Auto classes
+from modeling_egmla.conversion.folders import write_whole
 from modeling_egmla.training import EGMLATrainer, RecipeError, load_recipe, train
 from modeling_egmla.training.data import (
+    is_validation,
     load_documents,
     pack_documents,
     split_documents,
     train_tokenizer,
     unigram_loss,
 )
-from modeling_egmla.training.recipe import DataRecipe, GateTablesRecipe
+from modeling_egmla.training.plot import loss_differences, plot_runs
+from modeling_egmla.training.recipe import DataRecipe, GateTablesRecipe, ModelRecipe
 from modeling_egmla.training.run import build_arguments, build_model
 from modeling_egmla.training.trainer import JSONLinesLog
 
@@ -82,6 +86,37 @@ def recipe(text_folder, tmp_path):
     }
 
 
+@pytest.fixture
+def streamed(tmp_path):
+    """A recipe's `data` for a stream of 120 documents from three files."""
+    folder = tmp_path / "shards"
+    folder.mkdir()
+    for shard in range(3):
+        rows = [{"text": f"Document {number} of shard {shard}, on peace.", "id": number} for number in range(40)]
+        (folder / f"part_{shard}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {
+        "files": [str(folder / "*.jsonl")],
+        "streaming": True,
+        "shuffle_buffer": 30,
+        "validation_share": 0.2,
+        "validation_documents": 3,
+        "sequence_length": 32,
+    }
+
+
+@pytest.fixture
+def start(recipe, tmp_path):
+    """Folder of a tiny model with its tokenizer, to fine-tune."""
+    folder = str(tmp_path / "start")
+    documents = load_documents(DataRecipe(**recipe["data"]))
+    tokenizer = train_tokenizer(documents, recipe["tokenizer"]["vocab_size"])
+    model = build_model(ModelRecipe(**recipe["model"]), tokenizer, seed=3)
+    model.generation_config.update(do_sample=True, temperature=0.8)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
 def write_recipe(recipe, folder):
     path = folder / "recipe.yaml"
     path.write_text(yaml.safe_dump(recipe), encoding="utf-8")
@@ -101,6 +136,7 @@ def test_recipe_trains_a_model_that_loads(recipe, tmp_path):
     evaluations = [row["eval_loss"] for row in log if "eval_loss" in row]
     assert len(evaluations) == 3 and evaluations[1] < evaluations[0]
     assert report["validation_loss"] < report["unigram_validation_loss"]
+    assert (folder / "loss.png").exists() == (importlib.util.find_spec("matplotlib") is not None)
     assert json.loads((folder / "training.json").read_text()) == report
 
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
@@ -142,12 +178,42 @@ def test_recipe_trains_a_model_that_loads(recipe, tmp_path):
         ("model", {"path": "somewhere"}, "path"),
         ("data", {"files": ["nothing-here/*.txt"]}, "data.files"),
         ("data", {"validation_share": 2}, "validation_share"),
+        ("training", {"schedule_arguments": {"num_cycels": 2}}, "training.schedule_arguments"),
+        ("training", {"arguments": {"bf16": True, "fp16": True}}, "training.arguments"),
+        ("model", {"config": {"vocab_size": 320, "kv_gate": "multiplied"}}, "model.config"),
+        ("model", {"preset": "egmla-base"}, "model.preset"),
+        ("tokenizer", {"path": "nowhere/at-all", "vocab_size": None}, "tokenizer.path"),
+        ("data", {"files": None, "dataset": "nowhere/at-all"}, "data.dataset"),
+        ("data", {"streaming": True}, "data.validation_documents"),
+        ("data", {"streaming": True, "validation_documents": 3}, "tokenizer.vocab_size"),
+        ("lora", {"r": 4}, "model.path"),
         ("generation", {"temprature": 1.0}, "generation.temprature"),
         ("optimizer", {"name": "sgd"}, "optimizer"),
     ],
 )
 def test_wrong_key_is_named_before_training(recipe, tmp_path, section, change, named):
     """A recipe that cannot run says which key is wrong, and nothing is written."""
+    recipe.setdefault(section, {}).update(change)
+    with pytest.raises(RecipeError, match=named.replace(".", r"\.")):
+        train(write_recipe(recipe, tmp_path))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("section", "change", "named"),
+    [
+        ("lora", {"rr": 4}, "lora.rr"),
+        ("lora", {"target_modules": ["w_q"]}, "lora"),
+        ("model", {"path": "nowhere/at-all"}, "model.path"),
+        ("training", {"epochs": 1, "steps": None}, "training.epochs"),
+    ],
+)
+def test_wrong_key_of_fine_tuning_is_named(recipe, tmp_path, monkeypatch, section, change, named):
+    """So do a recipe for fine-tuning and one for a stream."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    recipe["model"] = {"path": "egmla-sotu"}
+    recipe["tokenizer"] = {"path": "egmla-sotu"}
+    recipe["data"] |= {"streaming": section == "training", "validation_documents": 3}
     recipe.setdefault(section, {}).update(change)
     with pytest.raises(RecipeError, match=named.replace(".", r"\.")):
         train(write_recipe(recipe, tmp_path))
@@ -172,22 +238,39 @@ def test_number_without_dot_is_a_number(recipe, tmp_path):
     assert load_recipe(write_recipe(recipe, tmp_path)).training.learning_rate == 3e-4
 
 
-def test_stopped_run_continues_to_the_same_weights(recipe, tmp_path, monkeypatch):
-    """A run that dies and is started again ends with the weights, and the log, of one that did not."""
+def die_at(monkeypatch, step):
+    """Lets training die when it has logged this step."""
+    on_log = JSONLinesLog.on_log
+
+    def die(self, args, state, control, **kwargs):
+        on_log(self, args, state, control, **kwargs)
+        if state.global_step == step:
+            with self.path.open("a") as file:
+                file.write('{"step": ')  # a line that it could not finish
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(JSONLinesLog, "on_log", die)
+
+
+@pytest.mark.parametrize("kind", ["pretraining", "stream", "lora"])
+def test_stopped_run_continues_to_the_same_weights(recipe, streamed, start, tmp_path, monkeypatch, kind):
+    """
+    A run that dies and is started again ends with the weights, and the log, of one that did not: on text that is read
+    at once or streamed, whole or with LoRA.
+    """
+    if kind == "stream":
+        recipe["tokenizer"], recipe["data"] = {"path": "egmla-sotu"}, streamed
+        recipe["model"]["config"].pop("vocab_size")
+    if kind == "lora":
+        recipe["model"] = recipe["tokenizer"] = {"path": start}
+        recipe["lora"] = {"r": 2, "target_modules": "all-linear", "lora_dropout": 0.1}
     train(write_recipe(recipe, tmp_path))
     whole = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
 
     recipe["training"]["output_dir"] = str(tmp_path / "stopped")
     path = write_recipe(recipe, tmp_path)
-    on_log = JSONLinesLog.on_log
-
-    def die(self, args, state, control, **kwargs):
-        on_log(self, args, state, control, **kwargs)
-        if state.global_step == 6:
-            raise KeyboardInterrupt
-
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(JSONLinesLog, "on_log", die)
+        die_at(patch, 6)
         train(path)
     train(path)
     resumed = AutoModelForCausalLM.from_pretrained(tmp_path / "stopped").state_dict()
@@ -200,6 +283,111 @@ def test_stopped_run_continues_to_the_same_weights(recipe, tmp_path, monkeypatch
     assert train(path)["steps"] == 8
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "stopped").state_dict()
     assert all(torch.equal(whole[name], again[name]) for name in whole)
+
+
+def test_documents_stream(streamed):
+    """
+    A stream gives every document that is not held out, in the same shuffled order each time, and as validation text
+    only documents that are held out; what it trains on begins again when the text ends.
+    """
+    recipe = DataRecipe(**streamed)
+    documents = load_documents(recipe, seed=1)
+    train_text, validation_text = split_documents(documents, recipe.validation_share, recipe.validation_documents)
+    held_out = [row["text"] for row in documents if is_validation(row["text"], recipe.validation_share)]
+    assert len(held_out) > 3 and list(validation_text["text"]) == held_out[:3]
+    order = [row["text"] for row in train_text]
+    assert len(order) == len(set(order)) == 120 - len(held_out) and not set(order) & set(held_out)
+    assert order == [row["text"] for row in split_documents(load_documents(recipe, 1), 0.2, 3)[0]]
+    other_seed = [row["text"] for row in load_documents(recipe, 2) if row["text"] in order]
+    assert order != sorted(order) and order != other_seed
+
+    tokenizer = AutoTokenizer.from_pretrained(EMBEDDED)
+    blocks = pack_documents(train_text, tokenizer, 16, keep_all=False)
+    once = pack_documents(Dataset.from_dict({"text": order}), tokenizer, 16, keep_all=False)["input_ids"]
+    ids = [row["input_ids"] for row in blocks.take(2 * len(once))]
+    assert ids == [*once, *once]
+
+
+def test_dataset_by_name_streams_and_loads(streamed, tmp_path):
+    """`data.dataset` is what `load_dataset` takes, here a folder: read whole, or streamed, with the same documents."""
+    texts = []
+    for streaming in (False, True):
+        recipe = DataRecipe(**{**streamed, "files": None, "dataset": str(tmp_path / "shards"), "streaming": streaming})
+        texts.append({row["text"] for row in load_documents(recipe)})
+    assert texts[0] == texts[1] and len(texts[0]) == 120
+
+
+def test_limited_validation(recipe, tmp_path):
+    """`validation_documents` limits what is evaluated; held-out documents beyond it are still not trained on."""
+    documents = load_documents(DataRecipe(**recipe["data"]))
+    train_text, validation_text = split_documents(documents, 0.2)
+    fewer_train, fewer = split_documents(documents, 0.2, 2)
+    assert list(fewer["text"]) == list(validation_text["text"])[:2] and len(validation_text) > 2
+    assert list(fewer_train["text"]) == list(train_text["text"])
+
+
+def test_lora_recipe_saves_adapter_and_merged_model(recipe, start, tmp_path):
+    """With `lora` the folder is the merged model; `adapter/` on the model it was trained on gives the same."""
+    peft = pytest.importorskip("peft")
+    recipe["model"] = recipe["tokenizer"] = {"path": start}
+    recipe["lora"] = {"r": 4, "target_modules": "all-linear"}
+    recipe["training"].update(steps=20, eval_steps=10, save_steps=20)
+    report = train(write_recipe(recipe, tmp_path))
+    assert report["validation_loss"] < report["initial_validation_loss"] - 0.05
+
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    base = AutoModelForCausalLM.from_pretrained(start)
+    assert report["parameters"] == base.num_parameters() == merged.num_parameters()
+    assert 0 < report["trainable_parameters"] < base.num_parameters()
+    assert merged.generation_config.temperature == base.generation_config.temperature == 0.8
+    assert torch.equal(merged.model.embed_tokens.weight, base.model.embed_tokens.weight)
+    ids = torch.arange(2, 40)[None]
+    with torch.no_grad():
+        before = base(ids).logits
+        adapted = peft.PeftModel.from_pretrained(base, tmp_path / "out" / "adapter")
+        assert (merged(ids).logits - before).abs().max() > 1e-2
+        torch.testing.assert_close(adapted(input_ids=ids).logits, merged(ids).logits, atol=1e-4, rtol=1e-4)
+
+
+def test_initial_loss_is_that_of_the_model(recipe, start, tmp_path):
+    """Fine-tuning reports the loss that it started from, also after a continuation."""
+    recipe["model"] = recipe["tokenizer"] = {"path": start}
+    first = train(write_recipe(recipe, tmp_path))
+    recipe["training"]["steps"] = 10
+    second = train(write_recipe(recipe, tmp_path))
+    assert second["steps"] == 10
+    assert first["initial_validation_loss"] == second["initial_validation_loss"] > first["validation_loss"]
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(start), AutoTokenizer.from_pretrained(start)
+    _, validation_text = split_documents(load_documents(DataRecipe(**recipe["data"])), 0.2)
+    total = count = 0
+    for block in pack_documents(validation_text, tokenizer, 32, keep_all=True):
+        ids, labels = torch.tensor([block["input_ids"]]), torch.tensor([block["labels"]])
+        targets = int((labels[:, 1:] != -100).sum())
+        total += model(input_ids=ids, labels=labels).loss.item() * targets
+        count += targets
+    assert first["initial_validation_loss"] == pytest.approx(total / count, abs=1e-5)
+
+
+def write_log(folder, losses):
+    folder.mkdir()
+    lines = [{"step": step, "eval_loss": loss} for step, loss in losses.items()]
+    lines += [{"step": step, "loss": loss + 0.1} for step, loss in losses.items()]
+    (folder / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def test_two_runs_are_compared(tmp_path):
+    """`egmla plot A B` subtracts validation losses by step and draws them; without common steps it refuses."""
+    pytest.importorskip("matplotlib")
+    first = write_log(tmp_path / "first", {10: 3.0, 20: 2.5, 30: 2.25})
+    second = write_log(tmp_path / "second", {10: 3.25, 20: 2.0, 40: 1.0})
+    assert loss_differences(first, second) == {10: -0.25, 20: 0.5}
+    plot_runs([first, second], tmp_path / "new" / "both.png")
+    assert (tmp_path / "new" / "both.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(ValueError, match="eval_steps"):
+        loss_differences(first, write_log(tmp_path / "third", {5: 1.0}))
+    with pytest.raises(ValueError, match=r"log\.jsonl"):
+        plot_runs([tmp_path], tmp_path / "x.png")
 
 
 def test_output_folder_of_another_recipe_is_refused(recipe, tmp_path):
@@ -258,6 +446,37 @@ def test_unigram_loss():
     blocks = Dataset.from_dict({"labels": [[0, 1, 1, -100]]})
     train_blocks = Dataset.from_dict({"labels": [[0, 1, 1, 0]]})
     assert unigram_loss(train_blocks, blocks, 2) == pytest.approx(-torch.tensor(0.6).log().item())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"kv_gate_norm": "none"}, {"kv_gate": "add"}, {"kv_gate": "none"}, {"layer_group_size": 2}],
+    ids=str,
+)
+def test_ablations_train_by_configuration(recipe, tmp_path, change):
+    """The paper's ablations and layer groups are fields beside a preset: they train, and the saved model has them."""
+    shape = {**recipe["model"]["config"], "vocab_size": 300}
+    recipe["model"] = {"preset": "egmla-base-kv256-emb256", "config": {**shape, **change}}
+    recipe["training"].update(steps=12, eval_steps=6, save_steps=12)
+    report = train(write_recipe(recipe, tmp_path))
+    log = [json.loads(line) for line in (tmp_path / "out" / "log.jsonl").read_text().splitlines()]
+    first = next(row["loss"] for row in log if "loss" in row)
+    assert report["validation_loss"] < first - 0.3
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert {field: getattr(model.config, field) for field in change} == change
+    assert model.config.rope_parameters["rope_theta"] == 10000.0  # of the preset
+
+
+def test_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
+    """A process that dies while it writes a report or results leaves the old file, and no rest of the new one."""
+    path = tmp_path / "new" / "results.json"
+    write_whole(path, "old")
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("os.replace", lambda *paths: (_ for _ in ()).throw(KeyboardInterrupt))
+        write_whole(path, "new")
+    assert path.read_text() == "old" and list(path.parent.iterdir()) == [path]
+    write_whole(path, "new")
+    assert path.read_text() == "new"
 
 
 def test_gate_tables_have_their_own_parameter_group(recipe, tmp_path):

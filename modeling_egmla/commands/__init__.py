@@ -2,6 +2,7 @@
 
 import typer
 
+from .bench import bench
 from .common import Commands
 from .convert import convert
 from .demo import demo
@@ -10,6 +11,7 @@ from .eval import evaluate
 from .export import export
 from .generate import generate
 from .plan import plan
+from .plot import plot
 from .pull import pull
 from .push import push
 from .train import train
@@ -40,8 +42,10 @@ def egmla() -> None:
 app.command()(generate)
 app.command()(plan)
 app.command()(demo)
+app.command()(bench)
 app.command("eval")(evaluate)
 app.command()(train)
+app.command()(plot)
 app.command()(convert)
 app.command()(distill)
 app.command()(export)

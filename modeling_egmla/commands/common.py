@@ -85,10 +85,17 @@ def load_config(name: str, trust_remote_code: bool = False) -> "EGMLAConfig":
 
 
 def load_model(
-    name: str | None, device: str | None, dtype: str, trust_remote_code: bool = False
+    name: str | None,
+    device: str | None,
+    dtype: str,
+    trust_remote_code: bool = False,
+    kv_gates: dict | None = None,
 ) -> tuple["PreTrainedModel", "PreTrainedTokenizerBase"]:
     """
     Loads a model and its tokenizer from a folder or from the Hub; by default the one that comes with this package.
+
+    Args:
+        kv_gates: where its gate tables go, the arguments of `place_kv_gates`; they are never on the device then.
 
     Raises:
         ValueError: nothing can be loaded by this name; the message says what to do.
@@ -103,7 +110,11 @@ def load_model(
         name = preset_path()
     elif not Path(name).is_dir():
         name = _preset_with_weights(name)
-    model = _load(AutoModelForCausalLM.from_pretrained, name, trust_remote_code, dtype=dtype)
+    placed = {}
+    if kv_gates is not None:
+        load_config(name, trust_remote_code)  # other models than ours know no such argument
+        placed = {"kv_gates": kv_gates}
+    model = _load(AutoModelForCausalLM.from_pretrained, name, trust_remote_code, dtype=dtype, **placed)
     tokenizer = _load(AutoTokenizer.from_pretrained, name, trust_remote_code)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "meta":

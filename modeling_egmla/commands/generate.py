@@ -2,6 +2,7 @@
 
 import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
@@ -27,30 +28,71 @@ def generate(
     cache: Annotated[
         Literal["dynamic", "static"], typer.Option(help="Grow the cache by blocks, or allocate all of it at once.")
     ] = "dynamic",
+    gates: Annotated[
+        Literal["projected", "precomputed"],
+        typer.Option(help="Project gates from narrow rows, or compute those of all ids first: faster, and larger."),
+    ] = "projected",
+    placement: Annotated[
+        Literal["device", "host", "mmap"],
+        typer.Option(help="Where gate tables are: on the device, in the host's memory, or left in their file."),
+    ] = "device",
+    tables_dtype: Annotated[
+        Literal["bfloat16", "float16", "int8"] | None,
+        typer.Option(help="Narrow the rows that gates are looked up in; by default they are as the model."),
+    ] = None,
+    pool_rows: Annotated[
+        int | None,
+        typer.Option(min=1, help="Rows a layer that stay on the device when tables are elsewhere; by default 4096."),
+    ] = None,
+    gates_file: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Precomputed gates for --placement mmap; written first if not there."),
+    ] = None,
     device: Device = None,
     dtype: Dtype = "auto",
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """
-    Continue a text, then show speed and the bytes that the cache really held.
+    Continue a text, then show speed and the bytes that cache and gate tables really held.
+
+    Results are the same wherever tables are. On an accelerator that is short of memory, `--placement host` keeps there
+    only the rows that the text needs; `--placement mmap` needs no memory of the host either. `--tables-dtype int8`
+    makes rows a quarter of float32 and changes results a little. `egmla plan` counts it all beforehand.
 
     Examples:
 
     - `egmla generate "The state of the Union is"`
     - `egmla generate "My fellow citizens," -n 300 --temperature 0.6 --seed 1`
     - `cat speech.txt | egmla generate - --greedy --model me/my-egmla`
+    - `egmla generate "We" --model me/my-egmla --placement host --tables-dtype int8`
+    - `egmla generate "We" --gates precomputed --placement mmap --gates-file gates.safetensors`
     """
     text = sys.stdin.read() if text == "-" else text
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
         raise ValueError("The text is not UTF-8: convert it first, e.g. with `iconv -t utf-8`.") from None
-    language_model, tokenizer = load_model(model, device, dtype, trust_remote_code)
+    if pool_rows is not None and placement == "device":
+        raise ValueError("--pool-rows goes with --placement host or mmap: tables on the device need no pool.")
+    is_mapped = gates == "precomputed" and placement == "mmap"
+    if is_mapped != (gates_file is not None):
+        raise ValueError("--gates-file goes with --gates precomputed --placement mmap, and these need it.")
+    kv_gates = {"placement": placement} | ({} if pool_rows is None else {"pool_rows": pool_rows})
+    if gates == "projected":
+        kv_gates["dtype"] = tables_dtype
+    is_placed = (gates, placement, tables_dtype) != ("projected", "device", None)
+    language_model, tokenizer = load_model(model, device, dtype, trust_remote_code, kv_gates if is_placed else None)
     if language_model.config.model_type != "egmla":
         raise ValueError(
             f"{model} is a model of type {language_model.config.model_type}, but this command is for EG-MLA models; "
             "`egmla eval` takes any."
         )
+    if is_mapped:
+        if not gates_file.exists():
+            language_model.save_kv_gates(gates_file, tables_dtype)
+        language_model.place_kv_gates(**kv_gates, dtype=tables_dtype, gates_file=gates_file)
+    elif gates == "precomputed":
+        language_model.precompute_kv_gates(tables_dtype)
     generate_and_report(
         language_model,
         tokenizer,
@@ -118,6 +160,8 @@ def generate_and_report(
     new_tokens = outputs.sequences.shape[1] - prompt_length
     out.print(f"\n{speed(streamer.times, new_tokens)}", style="dim")
     out.print(cache_table(model.config, outputs.cache))
+    if model.config.kv_gate != "none":
+        out.print(gates_table(model.kv_gate_statistics()))
 
 
 def speed(times: list[float], new_tokens: int) -> str:
@@ -154,4 +198,19 @@ def cache_table(config, cache) -> "Table":
         add("  workspace of decoding", memory.workspace)
     for kind, size in others.items():
         add(kind, size)
+    return table
+
+
+def gates_table(statistics) -> "Table":
+    """Where the tables are that gates come from, and what was brought to the device."""
+    table = plain_table("Gate tables", "", "bytes", "")
+    for name, size in (
+        ("on the device", statistics.device),
+        ("on the host", statistics.host),
+        ("in a file", statistics.file),
+        (f"rows on the device, {statistics.rows:,} of {statistics.pool_rows:,}", statistics.pool),
+        (f"brought there, {statistics.misses:,} ids ({statistics.hits:,} times there)", statistics.bytes_moved),
+    ):
+        if size:
+            table.add_row(name, f"{size:,}", format_bytes(size))
     return table

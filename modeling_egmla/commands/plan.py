@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from rich.table import Table
 
-    from ..plan import Footprint, Plan
+    from ..plan import Plan
 
 
 DEFAULT_PRESET = "egmla-base-kv64-emb256"
@@ -41,8 +41,14 @@ def plan(
     ] = "projected",
     placement: Annotated[
         Literal["device", "host", "mmap"],
-        typer.Option(help="Where the gate tables would be: mmap reads the file as needed. Arithmetic only."),
+        typer.Option(help="Where gate tables are: mmap leaves them in their file, and reads rows as needed."),
     ] = "device",
+    pool_rows: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Rows a layer that stay on the device when the tables are not there; by default 4096."
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print all numbers, in bytes, as JSON.")] = False,
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Draw memory over context to a .png, .svg or .pdf.")
@@ -65,12 +71,17 @@ def plan(
         console().print(presets_table())
         return
 
+    from ..plan import POOL_ROWS
     from ..plan import plan as make_plan
 
+    if pool_rows is not None and placement == "device":
+        raise ValueError("--pool-rows goes with --placement host or mmap: tables on the device need no pool.")
     config = load_config(model, trust_remote_code)
 
     def planned(context: int | None) -> "Plan":
-        return make_plan(config, batch, context, dtype, tables_dtype, cache_dtype, gates, placement)
+        return make_plan(
+            config, batch, context, dtype, tables_dtype, cache_dtype, gates, placement, pool_rows or POOL_ROWS
+        )
 
     result = planned(context)
     if as_json:
@@ -121,18 +132,18 @@ def plan_table(name: str, result: "Plan") -> "Table":
     table.add_row("Elements/token", *(f"{c.cache_elements_per_token:,}" for c in columns))
     table.add_section()
     add("Weights", [c.weights for c in columns])
-    add(
-        "Gate tables",
-        [c.tables - c.host - c.disk for c in columns],
-        always=not (result.model.host or result.model.disk),
-    )
+    on_device = result.placement == "device"
+    add("Gate tables", [c.tables * on_device for c in columns], always=on_device)
+    add("  made from", [c.source_tables * on_device for c in columns], always=False)
     add("Gate rows", [c.gate_rows for c in columns], always=False)
     add("Cache", [c.cache for c in columns])
     add("Token ids", [c.token_ids for c in columns])
-    add("Workspace, most", [c.workspace for c in columns])
+    add("Workspace, kept", [c.workspace for c in columns])
+    add("  in a step", [c.transient for c in columns])
     add("On the device", [c.device for c in columns], style="bold")
     add("On the host", [c.host for c in columns], always=False)
     add("In the file", [c.disk for c in columns], always=False)
+    add("Prefill, more", [c.prefill for c in columns])
     table.add_section()
     never = {None: "never", 0: "at once"}
     break_even = (c.break_even_tokens for c in result.alternatives)
@@ -153,13 +164,18 @@ def plan_notes(result: "Plan") -> str:
             f"{result.tables_break_even_tokens:,} tokens."
         )
     notes.append(
-        "Workspace: a step that expands the whole history, for a moment, as prefill and the library's MLA do; EG-MLA "
-        "decodes long histories in tiles or groups, which need less."
+        "Workspace is that of decoding by groups of equal ids, on English text. Prefill: what a prompt of the whole "
+        "context needs for a moment beside, when its keys and values are expanded."
     )
     if model.traffic_per_token:
         notes.append(
-            f"A new token brings at most {format_bytes(model.traffic_per_token)} of gate rows to the device; without "
-            f"keeping rows there, each step would bring {format_bytes(model.reread_per_step)}."
+            f"A new id brings {format_bytes(model.traffic_per_token)} of gate rows to the device; English text has "
+            f"some {model.expected_rows:,} distinct ids in these tokens, and the pool room for {result.pool_rows:,}"
+            + (
+                f", so that each step brings about {format_bytes(model.reread_per_step)} again: raise --pool-rows."
+                if model.reread_per_step
+                else "."
+            )
         )
     return " ".join(notes)
 
@@ -181,9 +197,6 @@ def draw(name: str, planned: Callable[[int], "Plan"], result: "Plan", path: Path
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-    def size(footprint: "Footprint") -> int:
-        return footprint.device - footprint.workspace - footprint.token_ids
-
     here = result.batch * result.context
     columns = [result.model, *result.alternatives]
     last = 4 * max(here, *(column.break_even_tokens or 0 for column in columns))
@@ -196,11 +209,11 @@ def draw(name: str, planned: Callable[[int], "Plan"], result: "Plan", path: Path
     axes.set(xscale="log", yscale="log", xlabel="Cached tokens (batch x context)", ylabel="Device memory")
     ends = {}
     for index, (column, colour) in enumerate(zip(columns, COLOURS)):
-        sizes = [size([plan.model, *plan.alternatives][index]) for plan in plans]
+        sizes = [[plan.model, *plan.alternatives][index].compared for plan in plans]
         ends[column.name] = sizes[-1]
         axes.plot(tokens, sizes, color=colour, linewidth=1.5 if index else 3, zorder=2 if index else 3)
         if crossing := column.break_even_tokens:
-            point = (crossing, size(planned(max(1, crossing // result.batch)).model))
+            point = (crossing, planned(max(1, crossing // result.batch)).model.compared)
             axes.plot(*point, "o", color="white", markeredgecolor=colour, markeredgewidth=1.5, markersize=7, zorder=4)
             axes.annotate(
                 f"{crossing:,}",
@@ -231,7 +244,9 @@ def draw(name: str, planned: Callable[[int], "Plan"], result: "Plan", path: Path
     axes.grid(color="0.92")
     axes.spines[["top", "right"]].set_visible(False)
     _label_ends(axes, ends)
-    axes.set_title(f"{name}: weights, tables and cache", loc="left", fontweight="bold")
+    placed = {"device": "tables", "host": "rows of tables on the host", "mmap": "rows of tables in a file"}
+    title = f"{name}: weights, {placed[result.placement]} and cache"
+    axes.set_title(title, loc="left", fontweight="bold")
     note = "Circles: cached tokens from which the model needs no more than the other; workspace and ids apart."
     figure.supxlabel(note, fontsize=9, color="0.4")
 

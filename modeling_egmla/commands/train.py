@@ -1,29 +1,66 @@
 """`egmla train`: pretrain or fine-tune by a recipe."""
 
+import importlib.resources
+import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from .common import console, need
+from .common import console, is_installed, need
 
 
 def train(
-    recipe: Annotated[
-        Path, typer.Argument(exists=True, dir_okay=False, help="YAML recipe, as in configuration/recipes.")
-    ],
+    recipe: Annotated[str, typer.Argument(help="YAML recipe, or the name of one that comes with this package.")],
 ) -> None:
     """
     Train a model as a recipe says: text, tokenizer, model, schedule.
 
-    The same command continues a run that was stopped, from its last checkpoint.
+    The same command continues a run that was stopped, from its last checkpoint. `egmla plot` draws its loss, or the
+    difference of two runs.
+
+    Examples:
+
+    - `egmla train my-recipe.yaml`
+    - `egmla train egmla-base-kv64-emb256` (as `configuration/recipes/egmla-base-kv64-emb256.yaml`)
     """
     need("train", "accelerate", "datasets")
+    path = find_recipe(recipe)
+    from transformers.utils import logging
+
     from .. import training
 
-    report = training.train(recipe)
+    logging.disable_progress_bar()  # that of loading weights; training keeps its own
+
+    report = training.train(path)
+    if int(os.environ.get("RANK", "0")) != 0:
+        return  # of several processes one speaks
+    details = [f"{report['validation_bits_per_byte']:.4f} bits a byte"]
+    if "initial_validation_loss" in report:
+        details.append(f"before: {report['initial_validation_loss']:.4f}")
+    if "unigram_validation_loss" in report:
+        details.append(f"unigrams: {report['unigram_validation_loss']:.4f}")
+    passes = f" ({report['passes']:.2f} passes)" if "passes" in report else ""
     console().print(
-        f"{report['steps']} steps, {report['tokens_seen']:,} tokens ({report['passes']:.2f} passes), "
-        f"{report['seconds'] / 60:.1f} min: validation loss {report['validation_loss']:.4f} nats a token, "
-        f"{report['validation_bits_per_byte']:.4f} bits a byte (unigrams: {report['unigram_validation_loss']:.4f})."
+        f"{report['steps']} steps, {report['tokens_seen']:,} tokens{passes}, {report['seconds'] / 60:.1f} min: "
+        f"validation loss {report['validation_loss']:.4f} nats a token ({'; '.join(details)})."
     )
+    if not is_installed("matplotlib"):
+        console().print("No loss.png was drawn, since matplotlib is not installed: pip install 'egmla[plot]'")
+
+
+def find_recipe(name: str) -> Path:
+    """
+    The recipe of that path, or else of that name in the package.
+
+    Raises:
+        ValueError: there is neither.
+    """
+    if Path(name).is_file():
+        return Path(name)
+    folder = Path(str(importlib.resources.files("modeling_egmla.configuration").joinpath("recipes")))
+    recipes = {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+    if name in recipes:
+        return recipes[name]
+    names = ", ".join(recipes)
+    raise ValueError(f"There is no recipe {name}. Those that come with this package: {names}.")

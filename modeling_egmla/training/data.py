@@ -4,10 +4,11 @@ import glob
 import hashlib
 import math
 import os
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
-from datasets import Dataset, load_dataset
+from datasets import Dataset, IterableDataset, load_dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -19,15 +20,20 @@ PADDING = "<|padding|>"  # Never in training text. Not end-of-text, so that mask
 FILE_FORMATS = {".txt": "text", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 
 
-def load_documents(recipe: DataRecipe) -> Dataset:
+def load_documents(recipe: DataRecipe, seed: int = 0) -> Dataset | IterableDataset:
     """
-    Reads all documents into a dataset with the one column `text`.
+    Reads all documents into a dataset with the one column `text`; a stream comes shuffled by `seed`.
 
     Raises:
-        RecipeError: no file matches, files of several or of unknown kinds, or no such column.
+        RecipeError: no file matches, files of several or of unknown kinds, no such dataset, or no such column.
     """
     if recipe.dataset is not None:
-        documents = load_dataset(recipe.dataset, split=recipe.dataset_split)
+        try:
+            documents = load_dataset(
+                recipe.dataset, recipe.dataset_config, split=recipe.dataset_split, streaming=recipe.streaming
+            )
+        except (OSError, ValueError) as error:
+            raise RecipeError(f"`data.dataset`: {recipe.dataset} cannot be loaded: {error}") from error
     else:
         paths = sorted({path for pattern in recipe.files for path in glob.glob(pattern, recursive=True)})
         if not paths:
@@ -36,11 +42,14 @@ def load_documents(recipe: DataRecipe) -> Dataset:
         if len(formats) != 1 or None in formats:
             raise RecipeError(f"`data.files` must all be of one kind of {sorted(FILE_FORMATS)}.")
         options = {"sample_by": "document"} if formats == {"text"} else {}
-        documents = load_dataset(formats.pop(), data_files=paths, split="train", **options)
-    if recipe.text_column not in documents.column_names:
-        raise RecipeError(f"`data.text_column` is {recipe.text_column!r}, but there are {documents.column_names}.")
+        documents = load_dataset(formats.pop(), data_files=paths, split="train", streaming=recipe.streaming, **options)
+    columns = documents.column_names or list(next(iter(documents)))  # a stream may not know before its first row
+    if recipe.text_column not in columns:
+        raise RecipeError(f"`data.text_column` is {recipe.text_column!r}, but there are {columns}.")
     documents = documents.select_columns(recipe.text_column)
-    return documents if recipe.text_column == "text" else documents.rename_column(recipe.text_column, "text")
+    if recipe.text_column != "text":
+        documents = documents.rename_column(recipe.text_column, "text")
+    return documents.shuffle(seed, buffer_size=recipe.shuffle_buffer) if recipe.streaming else documents
 
 
 def is_validation(text: str, validation_share: float) -> bool:
@@ -52,20 +61,40 @@ def is_validation(text: str, validation_share: float) -> bool:
     return int.from_bytes(digest[:8], "big") < validation_share * 2**64
 
 
-def split_documents(documents: Dataset, validation_share: float) -> tuple[Dataset, Dataset]:
+def held_out_documents(documents: Dataset | IterableDataset, validation_share: float, limit: int | None) -> Dataset:
+    """The first `limit` documents (None: all) that [`is_validation`] holds out; of a stream, the first it gives."""
+    if isinstance(documents, IterableDataset):
+        held_out = documents.filter(lambda text: is_validation(text, validation_share), input_columns="text")
+        return Dataset.from_dict({"text": [row["text"] for row in islice(held_out, limit)]})
+    rows = (row for row, text in enumerate(documents["text"]) if is_validation(text, validation_share))
+    return documents.select(list(islice(rows, limit)))
+
+
+def split_documents(
+    documents: Dataset | IterableDataset, validation_share: float, limit: int | None = None
+) -> tuple[Dataset | IterableDataset, Dataset]:
     """
-    Splits documents into training and validation text by [`is_validation`].
+    Splits documents into training and validation text by [`is_validation`]; of the latter, `limit` at most are used.
+    A stream's training text stays a stream.
 
     Raises:
         RecipeError: one side would be empty.
     """
-    held_out = [is_validation(text, validation_share) for text in documents["text"]]
-    train = documents.select([row for row, is_held_out in enumerate(held_out) if not is_held_out])
-    validation = documents.select([row for row, is_held_out in enumerate(held_out) if is_held_out])
-    if not len(train) or not len(validation):
+
+    def is_training(text: str) -> bool:
+        return not is_validation(text, validation_share)
+
+    validation = held_out_documents(documents, validation_share, limit)
+    if isinstance(documents, IterableDataset):
+        train = documents.filter(is_training, input_columns="text")
+        is_empty = next(iter(train), None) is None
+    else:
+        train = documents.select([row for row, text in enumerate(documents["text"]) if is_training(text)])
+        is_empty = not len(train)
+    if is_empty or not len(validation):
         raise RecipeError(
-            f"`data.validation_share` {validation_share} leaves {len(train)} documents to train on and "
-            f"{len(validation)} to validate with, of {len(documents)}."
+            f"`data.validation_share` {validation_share} leaves {'no' if is_empty else 'some'} documents to train on "
+            f"and {len(validation)} to validate with."
         )
     return train, validation
 
@@ -96,7 +125,9 @@ def train_tokenizer(documents: Dataset, vocab_size: int) -> PreTrainedTokenizerF
     )
 
 
-def pack_documents(documents: Dataset, tokenizer, length: int, keep_all: bool) -> Dataset:
+def pack_documents(
+    documents: Dataset | IterableDataset, tokenizer, length: int, keep_all: bool
+) -> Dataset | IterableDataset:
     """
     Tokenises documents, joins them with end-of-text before, between and after them, and cuts the stream into blocks of
     `length`. A block begins with the last token of the one before it, so every token of the text is predicted once.
@@ -106,7 +137,7 @@ def pack_documents(documents: Dataset, tokenizer, length: int, keep_all: bool) -
             for every thousand documents.
 
     Returns:
-        Blocks as `input_ids` and `labels` (-100: not predicted), [length] each.
+        Blocks as `input_ids` and `labels` (-100: not predicted), [length] each. A stream's begin again when it ends.
 
     Raises:
         RecipeError: the text does not fill a block.
@@ -126,6 +157,9 @@ def pack_documents(documents: Dataset, tokenizer, length: int, keep_all: bool) -
             blocks[-1] = blocks[-1] + [tokenizer.eos_token_id] * rest
         return {"input_ids": blocks, "labels": labels}
 
+    if isinstance(documents, IterableDataset):
+        # Without end, in the same order each time, so that a run that is continued finds its place.
+        return documents.map(pack, batched=True, remove_columns="text").repeat(None)
     blocks = documents.map(pack, batched=True, batch_size=None if keep_all else 1000, remove_columns="text")
     if not len(blocks):
         raise RecipeError(f"`data.sequence_length` {length} is longer than all of the text.")

@@ -1,5 +1,6 @@
 """Recipes: a YAML file that says model, tokenizer, text and schedule, read so that a wrong key is named."""
 
+import importlib.util
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -62,18 +63,30 @@ class TokenizerRecipe:
 @strict
 @dataclass
 class DataRecipe:
-    """Documents from `files` (globs of .txt, one document each, .jsonl or .parquet) or of a Hub `dataset`."""
+    """
+    Documents from `files` (globs of .txt, one document each, .jsonl or .parquet) or of a Hub `dataset`.
+
+    With `streaming` they are read while training, in an order that `training.seed` draws within a window of
+    `shuffle_buffer` documents, and nothing is stored. `validation_documents` limits how many of the held-out ones (a
+    `validation_share` of all) are used; a stream needs the limit, since it has no end to wait for.
+    """
 
     files: list[str] | None = None
     dataset: str | None = None
+    dataset_config: str | None = None
     dataset_split: str = "train"
     text_column: str = "text"
+    streaming: bool = False
+    shuffle_buffer: int = positive(default=10_000)
     validation_share: float = share(default=0.05)
+    validation_documents: int | None = positive(default=None)
     sequence_length: int = positive(default=1024)
 
     def validate_choice(self):
         if (self.files is None) == (self.dataset is None):
             raise ValueError("`data` needs either `files` or `dataset`.")
+        if self.streaming and self.validation_documents is None:
+            raise ValueError("`data.streaming` needs `data.validation_documents`: how many to hold out.")
 
 
 @strict
@@ -118,7 +131,8 @@ class TrainingRecipe:
 @dataclass
 class GateTablesRecipe:
     """
-    The parameter group of the gate tables. `learning_rate` None means that of the rest.
+    The parameter group of the gate tables. `learning_rate` None means that of the rest. With `parallel`, each of W
+    processes holds and trains `kv_gate_dim` / W columns of every table; else it holds all (docs/parallel.md).
 
     Weight decay is off by default: AdamW shrinks every row at every step, but only rows whose token occurs get a
     gradient against it, so the gates of rare tokens would fade, and with them those tokens' keys and values.
@@ -126,19 +140,46 @@ class GateTablesRecipe:
 
     learning_rate: float | None = positive(default=None)
     weight_decay: float = 0.0
+    parallel: bool = False
 
 
 @strict
 @dataclass
 class Recipe:
-    """A whole recipe. `generation` holds what the saved model's generation_config says beside the special ids."""
+    """
+    A whole recipe. `lora` holds fields of PEFT's `LoraConfig`: adapters are then trained and the rest stays as it is.
+    `generation` holds what the saved model's generation_config says beside the special ids.
+    """
 
     model: ModelRecipe
     tokenizer: TokenizerRecipe
     data: DataRecipe
     training: TrainingRecipe
     gate_tables: GateTablesRecipe = field(default_factory=GateTablesRecipe)
+    lora: dict[str, Any] | None = None
     generation: dict[str, Any] = field(default_factory=dict)
+
+    def validate_lora(self):
+        if self.lora is None:
+            return
+        if self.model.path is None:
+            raise ValueError("`lora` adapts a trained model: `model.path` must say which.")
+        if self.gate_tables.parallel:
+            raise ValueError(
+                "`gate_tables.parallel` cuts tables that are trained; with `lora` they are not: leave it out."
+            )
+        if importlib.util.find_spec("peft") is None:
+            raise ValueError("`lora` needs peft, which the extra 'train' installs: pip install 'egmla[train]'")
+        from peft import LoraConfig
+
+        if unknown := set(self.lora) - {f.name for f in fields(LoraConfig)}:
+            raise ValueError(f"`lora.{min(unknown)}` is no field of PEFT's LoraConfig.")
+
+    def validate_stream(self):
+        if self.data.streaming and self.training.epochs is not None:
+            raise ValueError("`training.epochs`: a stream has no known length, so give `training.steps`.")
+        if self.data.streaming and self.tokenizer.path is None:
+            raise ValueError("`tokenizer.vocab_size`: a tokenizer is not trained on a stream; give `tokenizer.path`.")
 
     def validate_generation(self):
         if unknown := set(self.generation) - set(GenerationConfig().to_dict()):

@@ -1,30 +1,62 @@
 """A recipe from beginning to end: model, arguments, training or its continuation, the saved model and the report."""
 
+import contextlib
+import importlib.util
 import json
 import os
 import shlex
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import yaml
+from datasets import Dataset, IterableDataset
 from transformers import (
     AutoTokenizer,
     GenerationConfig,
-    Trainer,
+    PreTrainedTokenizerBase,
     TrainerState,
     TrainingArguments,
     default_data_collator,
+    get_scheduler,
 )
 from transformers.trainer_utils import get_last_checkpoint
 
+from ..configuration import preset_path
 from ..configuration_egmla import EGMLAConfig
+from ..conversion.folders import write_whole
 from ..modeling_egmla import EGMLAForCausalLM
 from .data import bits_per_byte, load_documents, pack_documents, split_documents, train_tokenizer, unigram_loss
+from .parallel import full_state_dict
+from .plot import plot_runs
 from .recipe import ModelRecipe, Recipe, RecipeError, TrainingRecipe, load_recipe
 from .trainer import EGMLATrainer, JSONLinesLog, mean_token_loss, token_losses
+
+
+def trained_model(name: str) -> str:
+    """The folder of the preset `name`, if there is one, or `name` itself: a folder or a Hub id."""
+    if not Path(name).is_dir():
+        with contextlib.suppress(ValueError):
+            return preset_path(name)
+    return name
+
+
+def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
+    """
+    Loads the recipe's tokenizer.
+
+    Raises:
+        RecipeError: there is none, or it has no end-of-text to put between documents.
+    """
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(trained_model(path))
+    except (OSError, ValueError) as error:
+        raise RecipeError(f"`tokenizer.path`: {path} cannot be loaded: {error}") from error
+    if tokenizer.eos_token_id is None:
+        raise RecipeError(f"`tokenizer.path`: the tokenizer of {path} has no eos token to put between documents.")
+    return tokenizer
 
 
 def build_model(recipe: ModelRecipe, tokenizer, seed: int) -> EGMLAForCausalLM:
@@ -32,15 +64,24 @@ def build_model(recipe: ModelRecipe, tokenizer, seed: int) -> EGMLAForCausalLM:
     Loads the recipe's model, or makes one with the tokenizer's special ids and, unless the recipe says, its size.
 
     Raises:
-        RecipeError: the tokenizer has more tokens than the model.
+        RecipeError: no such model or preset, a field that cannot work, or more tokens than the model has ids.
     """
     special_ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     if recipe.path is not None:
-        model = EGMLAForCausalLM.from_pretrained(recipe.path, dtype=torch.float32)
+        try:
+            model = EGMLAForCausalLM.from_pretrained(trained_model(recipe.path), dtype=torch.float32)
+        except (OSError, ValueError) as error:
+            raise RecipeError(f"`model.path`: {recipe.path} cannot be loaded: {error}") from error
     else:
-        preset = EGMLAConfig.from_preset(recipe.preset).to_diff_dict() if recipe.preset else {}
+        try:
+            preset = EGMLAConfig.from_preset(recipe.preset).to_diff_dict() if recipe.preset else {}
+        except ValueError as error:
+            raise RecipeError(f"`model.preset`: {error}") from error
         fields_given = {"vocab_size": len(tokenizer), **preset, **(recipe.config or {}), **special_ids}
-        config = EGMLAConfig.from_dict(fields_given)
+        try:
+            config = EGMLAConfig.from_dict(fields_given)
+        except ValueError as error:
+            raise RecipeError(f"`model.config`: {error}") from error
         torch.manual_seed(seed)
         model = EGMLAForCausalLM(config)
     if len(tokenizer) > model.config.vocab_size:
@@ -50,12 +91,29 @@ def build_model(recipe: ModelRecipe, tokenizer, seed: int) -> EGMLAForCausalLM:
     return model
 
 
+def add_lora(model: EGMLAForCausalLM, lora: dict[str, Any], seed: int):
+    """
+    Freezes the model and puts trainable adapters on it, by PEFT.
+
+    Raises:
+        RecipeError: PEFT refuses the fields, for example since no module has a name of `target_modules`.
+    """
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(seed)
+    try:
+        return get_peft_model(model, LoraConfig(**{"task_type": "CAUSAL_LM", **lora}))
+    except (TypeError, ValueError) as error:
+        raise RecipeError(f"`lora`: {error}") from error
+
+
 def build_arguments(recipe: TrainingRecipe, sequence_length: int) -> TrainingArguments:
     """
     The recipe in the terms of Trainer.
 
     Raises:
-        RecipeError: `batch_tokens` is not a whole number of forward passes of all processes.
+        RecipeError: `batch_tokens` is not a whole number of forward passes of all processes, a setting of the schedule
+            or of `arguments` cannot work, or FSDP is asked for on a CPU.
     """
     pass_tokens = recipe.sequences_per_device * sequence_length * int(os.environ.get("WORLD_SIZE", "1"))
     if recipe.batch_tokens % pass_tokens:
@@ -84,39 +142,63 @@ def build_arguments(recipe: TrainingRecipe, sequence_length: int) -> TrainingArg
         "save_total_limit": 2,
         "logging_steps": recipe.logging_steps,
         "report_to": "none",
+        "disable_tqdm": not sys.stderr.isatty(),  # a bar in a terminal, lines in a file
         # Without it, several processes on a CPU would each train a copy of their own.
         "use_cpu": not torch.accelerator.is_available(),
+        "ddp_find_unused_parameters": False,  # every weight is used in every pass
     }
-    return TrainingArguments(**{**values, **recipe.arguments})
+    try:
+        arguments = TrainingArguments(**{**values, **recipe.arguments})
+    except (TypeError, ValueError, ImportError) as error:
+        raise RecipeError(f"`training.arguments`: {error}") from error
+    try:
+        optimizer = torch.optim.SGD([torch.zeros(1)])
+        get_scheduler(recipe.schedule, optimizer, recipe.warmup_steps, recipe.steps or 1, recipe.schedule_arguments)
+    except (TypeError, ValueError) as error:
+        raise RecipeError(f"`training.schedule_arguments`: {error}") from error
+    if arguments.use_cpu and (arguments.fsdp or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"):
+        raise RecipeError(
+            "`training.arguments.fsdp`: on a CPU Trainer would silently replicate the model instead. Leave it out, or "
+            "call modeling_egmla.training.parallel.shard_model in a loop of your own."
+        )
+    return arguments
 
 
-def save_final(trainer: Trainer, tokenizer, recipe: Recipe, folder: Path) -> None:
+def save_final(trainer: EGMLATrainer, tokenizer, recipe: Recipe, folder: Path) -> None:
     """
-    Saves model, tokenizer and generation_config. Weights are stored in `training.save_dtype`; config.json keeps the
-    dtype that was computed in, and loading returns to it. Ids that no token has are never sampled.
+    Saves model, tokenizer and generation_config; with LoRA, the adapter in `adapter/` and the model with the adapter
+    merged into it, which the trainer holds from then on. Weights are stored in `training.save_dtype`; config.json
+    keeps the dtype that was computed in, and loading returns to it. Ids that no token has are never sampled.
     """
+    gather = full_state_dict if trainer.cuts_tables else trainer.accelerator.get_state_dict
+    state_dict = gather(trainer.model)
     model = trainer.accelerator.unwrap_model(trainer.model)
+    if recipe.lora is not None:
+        if trainer.is_world_process_zero():
+            model.save_pretrained(folder / "adapter")
+        trainer.model = trainer.model_wrapped = model = model.merge_and_unload()
+        state_dict = model.state_dict()
+    if not trainer.is_world_process_zero():
+        return
     settings = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     if len(tokenizer) < model.config.vocab_size:
         settings["suppress_tokens"] = list(range(len(tokenizer), model.config.vocab_size))
-    model.generation_config = GenerationConfig(**{**recipe.generation, **settings})
+    earlier = model.generation_config.to_diff_dict() if recipe.model.path is not None else {}
+    model.generation_config = GenerationConfig(**{**earlier, **recipe.generation, **settings})
     dtype = getattr(torch, recipe.training.save_dtype)
     stored = {}  # One tensor for weights that are tied, which are then saved once.
-    state_dict = {
-        name: stored.setdefault(weight.data_ptr(), weight.to(dtype))
-        for name, weight in trainer.accelerator.get_state_dict(trainer.model).items()
-    }
+    state_dict = {name: stored.setdefault(weight.data_ptr(), weight.to(dtype)) for name, weight in state_dict.items()}
     model.save_pretrained(folder, state_dict=state_dict)
     tokenizer.save_pretrained(folder)
 
 
 def check_same_run(earlier: Recipe, recipe: Recipe) -> None:
     """Raises a `RecipeError` if the recipes differ in more than how long to train: a run may be made longer."""
-    free = {"steps": None, "epochs": None}
     earlier, recipe = asdict(earlier), asdict(recipe)
+    for values in (earlier, recipe):
+        del values["training"]["steps"], values["training"]["epochs"]
     for section in recipe:
-        ignored = free if section == "training" else {}
-        if {**earlier[section], **ignored} != {**recipe[section], **ignored}:
+        if earlier[section] != recipe[section]:
             folder = recipe["training"]["output_dir"]
             raise RecipeError(
                 f"`training.output_dir`: {folder} holds a run whose recipe differs in `{section}`. Name another "
@@ -130,14 +212,68 @@ def is_finished(checkpoint: str, recipe: TrainingRecipe) -> bool:
     return state.global_step >= recipe.steps if recipe.steps is not None else state.epoch >= recipe.epochs
 
 
+def load_checkpoint(model, checkpoint: str) -> None:
+    """Loads the weights of a checkpoint, or of its adapter, into the model."""
+    if isinstance(model, EGMLAForCausalLM):
+        model.load_state_dict(EGMLAForCausalLM.from_pretrained(checkpoint).state_dict())
+    else:
+        from peft import load_peft_weights, set_peft_model_state_dict
+
+        set_peft_model_state_dict(model, load_peft_weights(checkpoint, device="cpu"))
+
+
+class Text(NamedTuple):
+    """What a run learns from: documents and blocks of tokens to train on (streams, or not) and to validate with."""
+
+    tokenizer: PreTrainedTokenizerBase
+    train_documents: Dataset | IterableDataset
+    validation_documents: Dataset
+    train_blocks: Dataset | IterableDataset
+    validation_blocks: Dataset
+
+
+def load_text(recipe: Recipe) -> Text:
+    """Reads, splits, tokenises and packs the recipe's documents; raises a `RecipeError` where that cannot be done."""
+    data = recipe.data
+    documents = load_documents(data, recipe.training.seed)
+    train, validation = split_documents(documents, data.validation_share, data.validation_documents)
+    if recipe.tokenizer.path is not None:
+        tokenizer = load_tokenizer(recipe.tokenizer.path)
+    else:
+        tokenizer = train_tokenizer(train, recipe.tokenizer.vocab_size)
+    train_blocks = pack_documents(train, tokenizer, data.sequence_length, keep_all=False)
+    validation_blocks = pack_documents(validation, tokenizer, data.sequence_length, keep_all=True)
+    return Text(tokenizer, train, validation, train_blocks, validation_blocks)
+
+
+def losses(text: Text, metrics: dict[str, float], vocab_size: int) -> dict[str, Any]:
+    """The validation loss in nats a token and bits a byte, what it is over, and unigrams' (not for a stream)."""
+    loss, tokens = metrics["eval_loss"], metrics["eval_tokens"]
+    report = {
+        "validation_loss": loss,
+        "validation_bits_per_byte": bits_per_byte(loss, tokens, text.validation_documents),
+        "validation_documents": len(text.validation_documents),
+        "validation_tokens": tokens,
+    }
+    if isinstance(text.train_documents, Dataset):
+        report |= {
+            "unigram_validation_loss": unigram_loss(text.train_blocks, text.validation_blocks, vocab_size),
+            "training_documents": len(text.train_documents),
+            "training_text_tokens": len(text.train_blocks) * (len(text.train_blocks[0]["input_ids"]) - 1),
+        }
+    return report
+
+
 def train(recipe_path: str | Path) -> dict[str, Any]:
     """
     Runs a recipe. The output folder gets checkpoints, `log.jsonl`, a copy of the recipe, and at the end the model, its
-    tokenizer and `training.json`. A run whose folder has a checkpoint continues from it, to the same weights.
+    tokenizer, `training.json` and, with matplotlib, `loss.png`. A run whose folder has a checkpoint continues from it,
+    to the same weights.
 
     Returns:
-        What `training.json` says: losses in nats a token (of the saved weights, reloaded; of unigrams), bits a byte of
-        the validation text, tokens, passes over the text, seconds of training with its evaluations, and the command.
+        What `training.json` says: losses in nats a token (of the saved weights, reloaded; before fine-tuning; of
+        unigrams), bits a byte of the validation text, tokens, seconds of training with its evaluations, and the
+        command; except of a stream, passes over the text.
 
     Raises:
         RecipeError: the recipe is wrong, or the output folder belongs to another one.
@@ -150,28 +286,30 @@ def train(recipe_path: str | Path) -> dict[str, Any]:
         check_same_run(load_recipe(kept_recipe), recipe)
 
     with arguments.main_process_first():
-        train_text, validation_text = split_documents(load_documents(recipe.data), recipe.data.validation_share)
-        if recipe.tokenizer.path is not None:
-            tokenizer = AutoTokenizer.from_pretrained(recipe.tokenizer.path)
-        else:
-            tokenizer = train_tokenizer(train_text, recipe.tokenizer.vocab_size)
-        length = recipe.data.sequence_length
-        train_blocks = pack_documents(train_text, tokenizer, length, keep_all=False)
-        validation_blocks = pack_documents(validation_text, tokenizer, length, keep_all=True)
+        text = load_text(recipe)
+    tokenizer = text.tokenizer
     model = build_model(recipe.model, tokenizer, recipe.training.seed)
+    length = recipe.data.sequence_length
     if length > model.config.max_position_embeddings:
         raise RecipeError(
             f"`data.sequence_length` is {length}, but `max_position_embeddings` of the model is "
             f"{model.config.max_position_embeddings}."
         )
-
+    sizes = {
+        "parameters": model.num_parameters(),
+        "gate_table_parameters": sum(p.numel() for n, p in model.named_parameters() if "kv_gate_embed" in n),
+    }
     use_cache = model.config.use_cache  # Trainer turns it off.
+    if recipe.lora is not None:
+        model = add_lora(model, recipe.lora, recipe.training.seed)
+    sizes["trainable_parameters"] = sum(p.numel() for p in model.parameters() if p.requires_grad)
+
     log = JSONLinesLog(folder / "log.jsonl")
     trainer = EGMLATrainer(
         model=model,
         args=arguments,
-        train_dataset=train_blocks,
-        eval_dataset=validation_blocks,
+        train_dataset=text.train_blocks,
+        eval_dataset=text.validation_blocks,
         processing_class=tokenizer,
         data_collator=default_data_collator,
         compute_metrics=mean_token_loss,
@@ -181,40 +319,42 @@ def train(recipe_path: str | Path) -> dict[str, Any]:
     )
     if trainer.is_world_process_zero():
         folder.mkdir(parents=True, exist_ok=True)
-        kept_recipe.write_text(yaml.safe_dump(asdict(recipe), sort_keys=False), encoding="utf-8")
+        write_whole(kept_recipe, yaml.safe_dump(asdict(recipe), sort_keys=False))
     checkpoint = get_last_checkpoint(folder)
+    if checkpoint is None and recipe.model.path is not None:
+        log.start_again()
+        trainer.evaluate()  # what fine-tuning starts from, as step 0 of the log
     if checkpoint is not None and is_finished(checkpoint, recipe.training):
         # Trainer would take one more step.
         trainer.state = TrainerState.load_from_json(os.path.join(checkpoint, "trainer_state.json"))
-        trainer.model.load_state_dict(EGMLAForCausalLM.from_pretrained(checkpoint).state_dict())
+        load_checkpoint(trainer.model, checkpoint)
         log.on_train_begin(arguments, trainer.state, trainer.control)
     else:
         trainer.train(resume_from_checkpoint=checkpoint)
     seconds = log.seconds
     trainer.model.config.use_cache = use_cache
     save_final(trainer, tokenizer, recipe, folder)
+    trainer.accelerator.wait_for_everyone()
 
     # The loss that counts is that of the weights as they were stored.
     trainer.model.load_state_dict(EGMLAForCausalLM.from_pretrained(folder).state_dict())
     metrics = trainer.evaluate()
-    tokens = trainer.state.global_step * recipe.training.batch_tokens
+    steps = trainer.state.global_step
     report = {
-        "validation_loss": metrics["eval_loss"],
-        "validation_bits_per_byte": bits_per_byte(metrics["eval_loss"], metrics["eval_tokens"], validation_text),
-        "unigram_validation_loss": unigram_loss(train_blocks, validation_blocks, model.config.vocab_size),
-        "validation_documents": len(validation_text),
-        "validation_tokens": metrics["eval_tokens"],
-        "training_documents": len(train_text),
-        "training_text_tokens": len(train_blocks) * (length - 1),
-        "steps": trainer.state.global_step,
-        "tokens_seen": tokens,
-        "passes": tokens / (len(train_blocks) * length),
-        "parameters": model.num_parameters(),
-        "gate_table_parameters": sum(p.numel() for n, p in model.named_parameters() if "kv_gate_embed" in n),
+        **losses(text, metrics, trainer.model.config.vocab_size),
+        "steps": steps,
+        **sizes,
+        "tokens_seen": steps * recipe.training.batch_tokens,
         "seed": recipe.training.seed,
         "seconds": seconds,
         "command": shlex.join(["egmla", *sys.argv[1:]]),
     }
+    if recipe.model.path is not None:
+        report["initial_validation_loss"] = log.initial_validation_loss()
+    if not recipe.data.streaming:
+        report["passes"] = report["tokens_seen"] / (len(text.train_blocks) * length)
     if trainer.is_world_process_zero():
-        (folder / "training.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        write_whole(folder / "training.json", json.dumps(report, indent=2) + "\n")
+        if importlib.util.find_spec("matplotlib") is not None:
+            plot_runs([folder], folder / "loss.png")
     return report

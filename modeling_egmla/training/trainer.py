@@ -7,14 +7,20 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch.nn.parallel import DistributedDataParallel
 from transformers import EvalPrediction, Trainer, TrainerCallback
 
+from ..conversion.folders import write_whole
+from . import parallel
+from .log import read_log
 from .recipe import GateTablesRecipe
 
 
 class EGMLATrainer(Trainer):
     """
-    The library's Trainer with gate tables in a parameter group of their own.
+    The library's Trainer with gate tables in a parameter group of their own, and with `gate_tables.parallel` cut by
+    columns over the processes. Checkpoints are those of one process either way, and any number of processes may
+    continue from them.
 
     Norms and biases are not decayed either, as everywhere in the library: their size is what they are there to set.
     """
@@ -22,6 +28,9 @@ class EGMLATrainer(Trainer):
     def __init__(self, *args, gate_tables: GateTablesRecipe | None = None, **kwargs):
         self.gate_tables = gate_tables or GateTablesRecipe()
         super().__init__(*args, **kwargs)
+        self.cuts_tables = self.gate_tables.parallel and self.args.world_size > 1
+        if self.cuts_tables:
+            parallel.shard_gate_tables(self.model)
 
     def create_optimizer(self, model=None) -> torch.optim.Optimizer:
         if self.optimizer is not None:
@@ -44,7 +53,30 @@ class EGMLATrainer(Trainer):
         ]
         optimizer_class, options = self.get_optimizer_cls_and_kwargs(self.args, model)
         self.optimizer = optimizer_class([group for group in groups if group["params"]], **options)
+        if self.cuts_tables:
+            self.optimizer.register_load_state_dict_pre_hook(parallel.cut_optimizer_state)
         return self.optimizer
+
+    def _wrap_model(self, model, training=True, dataloader=None):
+        model = super()._wrap_model(model, training, dataloader)
+        if training and self.cuts_tables and not isinstance(model, DistributedDataParallel):
+            # accelerate wraps no model that has sharded parameters, though DDP leaves these alone.
+            model = self.accelerator.prepare_model(model, evaluation_mode=True)
+            model = DistributedDataParallel(model, **self.accelerator.ddp_handler.to_kwargs())
+        return model
+
+    def _save(self, output_dir=None, state_dict=None):
+        if self.cuts_tables and state_dict is None:
+            state_dict = parallel.full_state_dict(self.model)
+        super()._save(output_dir, state_dict)
+
+    def _save_optimizer_and_scheduler(self, output_dir):
+        if not self.cuts_tables:
+            return super()._save_optimizer_and_scheduler(output_dir)
+        whole = parallel.full_optimizer_state_dict(self.optimizer)
+        hook = self.optimizer.optimizer.register_state_dict_post_hook(lambda optimizer, state_dict: whole)
+        super()._save_optimizer_and_scheduler(output_dir)  # of which the first process only asks for the state
+        hook.remove()
 
 
 def token_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -74,16 +106,24 @@ class JSONLinesLog(TrainerCallback):
     def seconds(self) -> float:
         return self.seconds_before + time.perf_counter() - self.started
 
+    def start_again(self) -> None:
+        """Forgets an earlier run that left no checkpoint."""
+        self.path.unlink(missing_ok=True)
+
+    def initial_validation_loss(self) -> float | None:
+        """The validation loss at step 0, if it was evaluated then."""
+        lines = (line for line in read_log(self.path) if line["step"] == 0)
+        return next((line["eval_loss"] for line in lines if "eval_loss" in line), None)
+
     def on_train_begin(self, args, state, control, **kwargs):
         self.started = time.perf_counter()
-        if self.path.exists():
-            lines = self.path.read_text(encoding="utf-8").splitlines(keepends=True)
-            kept = [line for line in lines if json.loads(line)["step"] <= state.global_step]
-            self.seconds_before = json.loads(kept[-1])["seconds"] if kept else 0.0
-            if state.is_world_process_zero:
-                self.path.write_text("".join(kept), encoding="utf-8")
+        if state.is_world_process_zero and self.path.exists():
+            kept = [line for line in read_log(self.path) if line["step"] <= state.global_step]
+            self.seconds_before = kept[-1]["seconds"] if kept else 0.0
+            write_whole(self.path, "".join(json.dumps(line) + "\n" for line in kept))
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if state.is_world_process_zero:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"step": state.global_step, "seconds": round(self.seconds, 1), **logs}) + "\n")

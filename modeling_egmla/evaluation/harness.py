@@ -1,8 +1,6 @@
-"""
-Evaluation with lm-evaluation-harness (the `eval` extra): any of its tasks by name, and tasks of our own that run
-without network on rows in `configuration/tasks`.
-"""
+"""lm-evaluation-harness on a model that is loaded: its tasks by name, and tasks of our own that need no network."""
 
+import functools
 import importlib.metadata
 import importlib.resources
 import logging
@@ -15,6 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
 FEWSHOT_SEED = 1234  # the harness's default
+PAPER = "paper"  # the group of the paper's tasks, whose rows come from the Hub
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,7 @@ def local_tasks_folder() -> Path:
 
 def local_tasks() -> list[str]:
     """Names of the tasks that run without network; the suite of all of them is one of the names."""
-    return sorted(path.stem for path in local_tasks_folder().glob("*.yaml"))
+    return sorted(path.stem for path in local_tasks_folder().glob("*.yaml") if path.stem != PAPER)
 
 
 @contextmanager
@@ -64,6 +63,68 @@ def _only_errors(*names: str) -> Iterator[None]:
     finally:
         for logger, level in zip(loggers, levels):
             logger.setLevel(level)
+
+
+@functools.cache
+def _task_manager(include_defaults: bool):
+    """What knows the task files. Reading the harness's thousands takes a while, so it is done once, and if need be."""
+    from lm_eval.tasks import TaskManager
+
+    return TaskManager(include_path=local_tasks_folder(), include_defaults=include_defaults)
+
+
+def load_tasks(names: Sequence[str], num_fewshot: int | None = None) -> dict:
+    """
+    Loads tasks with their rows.
+
+    Args:
+        names: tasks, groups or patterns.
+        num_fewshot: solved examples in front of each row; by default what the task says.
+
+    Returns:
+        What the harness's `evaluate` takes: `tasks`, `groups` and `group_map`.
+
+    Raises:
+        ValueError: no such task.
+        OSError: the rows cannot be downloaded.
+    """
+    with _only_errors("lm_eval", "datasets"):
+        manager = _task_manager(include_defaults=not set(names) <= set(local_tasks()))
+        if unknown := [name for name in names if not manager.match_tasks([name])]:
+            raise ValueError(
+                f"lm-evaluation-harness has no task {unknown[0]!r}: `lm_eval ls tasks` lists those it has, and "
+                f"{', '.join(local_tasks())} come with egmla and need no network."
+            )
+        loaded = manager.load(list(names))
+        # As the harness's simple_evaluate does, which would go on to ask git and pip about this machine.
+        for task in loaded["tasks"].values():
+            own_fewshot = task.get_config("num_fewshot")
+            if own_fewshot is None or (num_fewshot is not None and own_fewshot != 0):
+                task.set_config(key="num_fewshot", value=num_fewshot or 0)
+            task.set_fewshot_seed(seed=FEWSHOT_SEED)
+        return loaded
+
+
+def run_tasks(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    loaded: dict,
+    limit: int | None = None,
+    batch_size: int = 8,
+) -> dict:
+    """Runs what [`load_tasks`] loaded; arguments and result as of [`evaluate`]."""
+    with _only_errors("lm_eval", "datasets"):
+        import lm_eval
+        from lm_eval.models.huggingface import HFLM
+
+        results = lm_eval.evaluate(
+            HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size),
+            loaded,
+            limit=limit,
+            bootstrap_iters=1000,
+            log_samples=False,
+        )
+        return results | {"lm_eval_version": importlib.metadata.version("lm_eval")}
 
 
 def evaluate(
@@ -91,35 +152,9 @@ def evaluate(
 
     Raises:
         ValueError: no such task.
+        OSError: the rows of a task cannot be downloaded.
     """
-    with _only_errors("lm_eval", "datasets"):
-        import lm_eval
-        from lm_eval.models.huggingface import HFLM
-        from lm_eval.tasks import TaskManager
-
-        # Reading the harness's thousands of task files takes a while.
-        only_local = set(tasks) <= set(local_tasks())
-        manager = TaskManager(include_path=local_tasks_folder(), include_defaults=not only_local)
-        if unknown := [task for task in tasks if not manager.match_tasks([task])]:
-            raise ValueError(
-                f"lm-evaluation-harness has no task {unknown[0]!r}: `lm_eval ls tasks` lists those it has, and "
-                f"{', '.join(local_tasks())} come with egmla and need no network."
-            )
-        loaded = manager.load(list(tasks))
-        # As the harness's simple_evaluate does, which would go on to ask git and pip about this machine.
-        for task in loaded["tasks"].values():
-            own_fewshot = task.get_config("num_fewshot")
-            if own_fewshot is None or (num_fewshot is not None and own_fewshot != 0):
-                task.set_config(key="num_fewshot", value=num_fewshot or 0)
-            task.set_fewshot_seed(seed=FEWSHOT_SEED)
-        results = lm_eval.evaluate(
-            HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size),
-            loaded,
-            limit=limit,
-            bootstrap_iters=1000,
-            log_samples=False,
-        )
-        return results | {"lm_eval_version": importlib.metadata.version("lm_eval")}
+    return run_tasks(model, tokenizer, load_tasks(tasks, num_fewshot), limit, batch_size)
 
 
 def scores(results: dict) -> list[Score]:

@@ -1,0 +1,80 @@
+"""
+The study: what the gate is worth, with seeds. Trains some fifty small models, run by run, and reports.
+
+Finished runs are result files and are not repeated; a run that was killed goes on from its last checkpoint.
+"""
+
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from report import write_report
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from runs import EXPERIMENTS, all_runs, carry_out, is_done, missing_weights
+from speed import measure_speed
+from text import fetch_texts
+
+
+FOLDER = Path("out/study")
+RESULTS = Path("benchmarks/results/study")
+TOKENIZER = "configuration/egmla-sotu"  # trained on the same training messages
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__, rich_markup_mode="markdown")
+console = Console(highlight=False)
+
+
+@app.command()
+def run(
+    only: Annotated[str | None, typer.Option(help=f"One experiment: {', '.join(EXPERIMENTS)}.")] = None,
+    jobs: Annotated[int, typer.Option(min=1, help="Runs at a time, a thread each.")] = 2,
+) -> None:
+    """Do the runs that are not done. Stop it whenever you like; the same command goes on."""
+    if only is not None and only not in EXPERIMENTS:
+        raise typer.BadParameter(
+            f"{only!r} is no experiment; there are {', '.join(EXPERIMENTS)}.", param_hint="--only"
+        )
+    fetch_texts(FOLDER / "text")
+    runs = all_runs(only)
+    left = [run for run in runs if not is_done(run, FOLDER, RESULTS, TOKENIZER)]
+    again = [run for run in missing_weights(left, FOLDER) if run not in left]
+    left = sorted([*again, *left], key=lambda run: run.start is not None)  # what others start from comes first
+    console.print(f"{len(runs) - len(left)} of {len(runs)} runs are done; logs are in {FOLDER / 'recipes'}.")
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console) as progress, ThreadPoolExecutor(jobs) as pool:
+        bar = progress.add_task("runs", total=len(left))
+        pending = {}
+        while left or pending:
+            startable = [run for run in left if run.start not in left and run.start not in pending.values()]
+            for run in startable[: jobs - len(pending)]:
+                left.remove(run)
+                pending[pool.submit(carry_out, run, FOLDER, RESULTS, TOKENIZER)] = run
+            done, _ = wait(pending, return_when=FIRST_COMPLETED)
+            for future in done:
+                finished = pending.pop(future)
+                try:
+                    future.result()
+                except RuntimeError:
+                    pool.shutdown(wait=False, cancel_futures=True)
+                    raise
+                progress.console.print(f"done: {finished.name}")
+                progress.advance(bar)
+
+
+@app.command()
+def speed(
+    repeats: Annotated[int, typer.Option(min=5, help="Steps measured of each variant, alternating.")] = 7,
+) -> None:
+    """Measure training tokens a second of every variant; wants a quiet machine, and takes minutes."""
+    measure_speed(RESULTS / "speed.json", repeats)
+
+
+@app.command()
+def report() -> None:
+    """Write the tables of docs/study.md and its figures from the result files there are."""
+    write_report(RESULTS, Path("docs"), console)
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,129 @@
+"""Tables and figures of the study from its result files."""
+
+import json
+import math
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+from rich.console import Console
+from runs import EXPERIMENTS, SEEDS
+
+
+T_95 = {2: 12.71, 3: 4.303, 4: 3.182, 5: 2.776}  # Student's t, two-sided 95 %, by number of seeds
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean over seeds with its standard error; NaN from one seed alone."""
+
+    mean: float
+    error: float
+    seeds: int
+
+    def __str__(self) -> str:
+        return f"{self.mean:.4f} ± {self.error:.4f}" if self.seeds > 1 else f"{self.mean:.4f} (one seed)"
+
+
+def estimate(values: list[float]) -> Estimate:
+    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+    return Estimate(statistics.fmean(values), error, len(values))
+
+
+def load_results(folder: Path) -> dict[tuple[str, str, int], dict]:
+    """Result files by text, variant and seed."""
+    results = (json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*-seed*.json")))
+    return {(result["text"], result["variant"], result["seed"]): result for result in results}
+
+
+def compare(results: dict, text: str, variant: str, reference: str) -> Estimate | None:
+    """Loss of a variant less that of the reference, seed by seed: both saw the same text in the same order."""
+    differences = [
+        results[text, variant, seed]["validation_loss"] - results[text, reference, seed]["validation_loss"]
+        for seed in SEEDS
+        if (text, variant, seed) in results and (text, reference, seed) in results
+    ]
+    return estimate(differences) if differences else None
+
+
+def table(results: dict, experiment: str, speed: dict[str, list[int]]) -> str:
+    """An experiment as a Markdown table; variants without a finished run are left out, and named below it."""
+    _, variants = EXPERIMENTS[experiment]
+    text = "wiki" if experiment == "transfer" else "sotu"
+    reference = variants[0]
+    rows = [
+        "| | parameters, M | of these in tables | cache elements a token | training tokens/s | validation loss "
+        f"| less `{reference}` | 95 % |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    missing = []
+    for variant in variants:
+        runs = [results[text, variant, seed] for seed in SEEDS if (text, variant, seed) in results]
+        if not runs:
+            missing.append(f"`{variant}`")
+            continue
+        difference = None if variant == reference else compare(results, text, variant, reference)
+        half_width = T_95[difference.seeds] * difference.error if difference and difference.seeds > 1 else None
+        rows.append(
+            f"| `{variant}` | {runs[0]['parameters'] / 1e6:.2f} | {runs[0]['gate_table_parameters'] / 1e6:.2f} "
+            f"| {runs[0]['cache_elements']} | {speed[variant][1] if variant in speed else '-'} "
+            f"| {estimate([run['validation_loss'] for run in runs])} "
+            f"| {difference if difference else '-'} | {f'± {half_width:.4f}' if half_width else '-'} |"
+        )
+    note = f"\n\nNot run yet: {', '.join(missing)}." if missing else ""
+    return "\n".join(rows) + note
+
+
+def draw(results: dict, experiment: str, path: Path) -> None:
+    """Validation loss over tokens: the mean of the seeds, and the range between them."""
+    title, variants = EXPERIMENTS[experiment]
+    text = "wiki" if experiment == "transfer" else "sotu"
+    figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
+    for variant in variants:
+        curves = [
+            results[text, variant, seed]["validation_loss_over_tokens"]
+            for seed in SEEDS
+            if (text, variant, seed) in results
+        ]
+        if curves:
+            tokens = [point[0] / 1e6 for point in curves[0]]
+            losses = [[point[1] for point in points] for points in zip(*curves)]
+            means = [statistics.fmean(values) for values in losses]
+            (line,) = axes.plot(tokens, means, label=f"{variant} ({len(curves)})")
+            lows, highs = [min(values) for values in losses], [max(values) for values in losses]
+            axes.fill_between(tokens, lows, highs, color=line.get_color(), alpha=0.2, linewidth=0)
+    axes.set(xlabel="training tokens, M", ylabel="validation loss, nats a token", title=title)
+    axes.legend(title="variant (seeds)")
+    axes.grid(alpha=0.3)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def write_report(folder: Path, docs: Path, console: Console) -> None:
+    """Puts the tables between their marks in docs/study.md, and the figures beside it."""
+    results = load_results(folder)
+    speed_file = folder / "speed.json"
+    speed = json.loads(speed_file.read_text(encoding="utf-8"))["tokens_per_second"] if speed_file.exists() else {}
+    document = docs / "study.md"
+    text = document.read_text(encoding="utf-8")
+    for experiment in EXPERIMENTS:
+        text = fill(text, experiment, table(results, experiment, speed))
+        draw(results, experiment, docs / "study" / f"{experiment}.png")
+    document.write_text(text, encoding="utf-8")
+    console.print(f"{len(results)} results: tables in {document}, figures in {docs / 'study'}.")
+
+
+def fill(document: str, name: str, content: str) -> str:
+    """
+    Replaces what stands between `<!-- NAME -->` and `<!-- end NAME -->`.
+
+    Raises:
+        ValueError: the document lacks one of the marks.
+    """
+    begin, end = f"<!-- {name} -->", f"<!-- end {name} -->"
+    if begin not in document or end not in document:
+        raise ValueError(f"The document lacks {begin} or {end}.")
+    head, rest = document.split(begin, 1)
+    return f"{head}{begin}\n{content}\n{end}{rest.split(end, 1)[1]}"

