@@ -42,7 +42,6 @@ from .weights import Weights
 
 
 ROPE_TYPES = ("default", "linear", "llama3")  # frequencies that are the same at every length
-ROTARY_CHOICES = ("position", "energy")
 LATENT_CONSTANT = 1000.0  # the latent's constant channel, against the root mean square of the others together
 # The constant channels of a gate's LayerNorm, likewise: their gates are trained, and any imbalance of them shifts all
 # channels, so that a larger constant would be more exact and less stable.
@@ -326,7 +325,7 @@ class GQAPlan:
     Attributes:
         latent: `kv_lora_rank`, with the constant channel.
         rope_dim: `qk_rope_head_dim`.
-        rotary: how rotary components are chosen, one of `ROTARY_CHOICES`.
+        rotary: how rotary components are chosen, as in [`choose_frequencies`].
         mix: mix heads at each frequency before.
         norm_channels: two more key channels a head, which make a gate's LayerNorm neutral.
         length: distances that a rotation is kept for.

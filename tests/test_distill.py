@@ -2,6 +2,7 @@
 
 import json
 import random
+from importlib.resources import files
 from pathlib import Path
 
 import pytest
@@ -195,3 +196,9 @@ def test_pairs_that_cannot_be_compared(recipe, tmp_path):
     logits_only = {**recipe, "models": models, "distillation": {"hidden_states": 0}}
     room.load_pair(load_distill_recipe(write(logits_only, tmp_path / "recipe.yaml")))
     assert DistillationRecipe().temperature == 1
+
+
+def test_recipe_that_comes_along():
+    """The recipe of the documents can be read."""
+    path = files("modeling_egmla.configuration") / "recipes" / "distill-smollm2.yaml"
+    assert load_distill_recipe(path).distillation == DistillationRecipe()
