@@ -317,7 +317,7 @@ def grouped_attention(
     history = History.of(cache, attention.group_idx)
     (B, H, S, _), dtype = query_BHSK.shape, accumulator_dtype(query_BHSK)
     N, V, R = attention.qk_nope_head_dim, attention.v_head_dim, attention.qk_rope_head_dim
-    weights_HNVC = attention.up_projection.weight.to(dtype).view(H, N + V, -1)
+    weights = attention.up_projection.weight.to(dtype).view(H, N + V, -1).split([N, V], dim=1)
     q_nope_BHSN, q_rot_BHSR = (query_BHSK.to(dtype) * attention.scaling).split([N, R], dim=-1)
 
     is_gated = attention.kv_gate != "none"
@@ -331,19 +331,16 @@ def grouped_attention(
 
     out_BSHV = query_BHSK.new_empty((B, S, H, V), dtype=dtype)
     for b in range(B):
-        latents_TC, k_rot_TR = history.latents_BTC[b].to(dtype), history.k_rot_BTR[b].to(dtype)
-        maps = maps_class(
-            attention, groups[b], latents_TC, *weights_HNVC.split([N, V], dim=1), product_dtype(query_BHSK)
-        )
+        maps = maps_class(attention, groups[b], history.latents_BTC[b], *weights, product_dtype(query_BHSK))
 
         # In place and flat: at this size a pass over memory costs as much as a product.
         scores_AT = maps.scores(q_nope_BHSN[b])
         if is_normed:
             mean_T, rstd_T = statistics_B2T[b]
             scores_AT.addr_(q_nope_BHSN[b].sum(-1).flatten(), mean_T, alpha=-1).mul_(rstd_T)
-        scores_AT.addmm_(q_rot_BHSR[b].flatten(0, 1), k_rot_TR.T)
+        scores_AT.addmm_(q_rot_BHSR[b].flatten(0, 1), history.k_rot_BTR[b].to(dtype).T)
         if mask is not None:
-            scores_AT.view(H, S, -1).add_(additive(mask[b if mask.shape[0] > 1 else 0, ..., : len(latents_TC)]))
+            scores_AT.view(H, S, -1).add_(additive(mask[b if mask.shape[0] > 1 else 0, ..., : scores_AT.shape[1]]))
 
         weights_AT = softmax(scores_AT)
         if is_normed:
@@ -380,7 +377,7 @@ class GroupedMaps:
     def __init__(self, attention, groups, latents_TC, w_uk_HNC, w_uv_HVC, dtype):
         self.groups, self.w_uk_HNC, self.w_uv_HVC, self.dtype = groups, w_uk_HNC, w_uv_HVC, dtype
         self.gates_k_HUN, self.gates_v_HUV = gates_by_head(attention, groups, dtype, w_uk_HNC.shape[1])
-        self.latents_PC = latents_TC.index_select(0, groups.position_P)
+        self.latents_PC = latents_TC.index_select(0, groups.position_P).to(w_uk_HNC.dtype)
 
     def blocks(self):
         """Yields slices of groups and of places, and the shape [count, size] that the places have."""
@@ -420,9 +417,10 @@ class SharedMaps:
     """No gate, or an additive one: one key and one value map, and vectors to add for each distinct id."""
 
     def __init__(self, attention, groups, latents_TC, w_uk_HNC, w_uv_HVC, dtype):
-        self.groups, self.latents_TC, self.w_uk_HNC, self.w_uv_HVC = groups, latents_TC, w_uk_HNC, w_uv_HVC
+        self.groups, self.w_uk_HNC, self.w_uv_HVC = groups, w_uk_HNC, w_uv_HVC
+        self.latents_TC = latents_TC.to(w_uk_HNC.dtype)
         if groups is not None:
-            self.gates_k_HUN, self.gates_v_HUV = gates_by_head(attention, groups, latents_TC.dtype, w_uk_HNC.shape[1])
+            self.gates_k_HUN, self.gates_v_HUV = gates_by_head(attention, groups, w_uk_HNC.dtype, w_uk_HNC.shape[1])
             self.group_T = groups.group_T
 
     def scores(self, q_HSN):

@@ -78,6 +78,7 @@ def table(output: str, title: str) -> list[list[str]]:
     return [line.split() for line in lines[first : next(i for i in range(first, len(lines)) if not lines[i].strip())]]
 
 
+@pytest.mark.slow
 def test_every_system_is_measured(measured):
     """One call gives a file for each cell, with all systems in it, tables of them, and a figure."""
     folder, _, output = measured
@@ -94,6 +95,7 @@ def test_every_system_is_measured(measured):
     assert "| batch x tokens" in (folder / "report.md").read_text()
 
 
+@pytest.mark.slow
 def test_caches_hold_what_their_formula_says(measured, shape):
     """The bytes of each cache are those of its kind of attention, to the byte."""
     folder, _, _ = measured
@@ -107,6 +109,7 @@ def test_caches_hold_what_their_formula_says(measured, shape):
     assert decode["egmla"]["tables"] == layers * 97 * 12 * size and decode["mha"]["tables"] == 0
 
 
+@pytest.mark.slow
 def test_tables_say_what_the_files_say(measured):
     """Medians, ratios and tokens a second in the tables are those of the files; so is the Markdown."""
     folder, _, output = measured
@@ -122,6 +125,7 @@ def test_tables_say_what_the_files_say(measured):
     assert line.replace("|", " ").split()[3:] == [f"{1e3 * seconds:,.1f}" for seconds in medians.values()]
 
 
+@pytest.mark.slow
 def test_files_name_no_machine(measured, model):
     """Results carry processor, versions and date, but neither the host's name nor a path."""
     folder, _, _ = measured
@@ -133,6 +137,7 @@ def test_files_name_no_machine(measured, model):
     assert {"threads", "torch", "transformers", "egmla", "date", "shape", "layers"} <= set(environment)
 
 
+@pytest.mark.slow
 def test_resumes(measured, bench, monkeypatch):
     """A second call measures nothing, and prints the same tables; so does --report."""
     folder, options, output = measured
@@ -144,6 +149,7 @@ def test_resumes(measured, bench, monkeypatch):
     assert {path: path.stat().st_mtime_ns for path in folder.glob("*-*.json")} == before
 
 
+@pytest.mark.slow
 def test_measures_only_what_is_missing(measured, bench, monkeypatch):
     """With the file of one cell gone, and one system gone from another, exactly these are measured."""
     folder, options, _ = measured
@@ -163,6 +169,7 @@ def test_measures_only_what_is_missing(measured, bench, monkeypatch):
     assert asked == [(CELL, list(LABELS)), (Cell("prefill", 40, 2, "float32", "default"), ["mla"])]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("content", ['{"cell": {"pha', '{"cell": {}}', None], ids=["cut", "incomplete", "another"])
 def test_broken_cells_are_redone_loudly(measured, bench, content, monkeypatch):
     """A file that is cut off, lacks a part or is of another cell is named, and measured again; --report refuses it."""
@@ -181,6 +188,7 @@ def test_broken_cells_are_redone_loudly(measured, bench, content, monkeypatch):
         path.write_text(kept)
 
 
+@pytest.mark.slow
 def test_other_machines_are_refused(measured, bench):
     """Results of another version, machine or shape are not mixed with these: the error names the difference."""
     folder, options, _ = measured
@@ -237,6 +245,7 @@ def test_slow_systems_are_left_out(tmp_path):
     assert results.too_slow(larger, "mha") is results.too_slow(other, "mla") is results.too_slow(CELL, "mla") is None
 
 
+@pytest.mark.slow
 def test_a_worker_that_fails_is_reported(tmp_path, shape):
     """Its error is passed on with the cell it was at."""
     job = worker.Job(str(tmp_path), {}, shape.config.to_dict(), None, "cpu", 1, 5, 60, [])
