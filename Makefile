@@ -31,8 +31,8 @@ lint: $(READY)  ## Check style without changing files
 style: $(READY)  ## Bring all files into style
 	$(BIN)/ruff check --fix . && $(BIN)/ruff format .
 
-bench: $(READY)  ## Time a decode step beside the library's models
-	$(BIN)/python benchmarks/decode.py
+bench: $(READY)  ## Measure speed and memory beside the library's models; hours, or QUICK=1
+	$(BIN)/egmla bench $(if $(QUICK),--quick)
 
 study: $(READY)  ## Train the models of docs/study.md that are not done yet (a day), and report
 	$(BIN)/python benchmarks/study run

@@ -101,7 +101,7 @@ class Report:
         carried: files taken over.
         left: files of the source that were not taken over.
         notes: settings without a counterpart, and whatever else a user should know.
-        stages: scores on held-out calibration text at every stage of a start from MLA.
+        stages: scores on held-out calibration text at every stage of a start from MLA or from the Llama form.
         comparison: logits against the source's; None if they were not compared.
     """
 

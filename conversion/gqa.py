@@ -42,7 +42,6 @@ from .weights import Weights
 
 
 ROPE_TYPES = ("default", "linear", "llama3")  # frequencies that are the same at every length
-ROTARY_CHOICES = ("position", "energy")
 LATENT_CONSTANT = 1000.0  # the latent's constant channel, against the root mean square of the others together
 # The constant channels of a gate's LayerNorm, likewise: their gates are trained, and any imbalance of them shifts all
 # channels, so that a larger constant would be more exact and less stable.
@@ -326,7 +325,7 @@ class GQAPlan:
     Attributes:
         latent: `kv_lora_rank`, with the constant channel.
         rope_dim: `qk_rope_head_dim`.
-        rotary: how rotary components are chosen, one of `ROTARY_CHOICES`.
+        rotary: how rotary components are chosen, as in [`choose_frequencies`].
         mix: mix heads at each frequency before.
         norm_channels: two more key channels a head, which make a gate's LayerNorm neutral.
         length: distances that a rotation is kept for.
@@ -409,7 +408,8 @@ class GQAFactors:
     def __init__(self, weights: Callable[[str], torch.Tensor], theirs, inputs: list[torch.Tensor], plan: GQAPlan):
         plan.check(theirs)
         self.weights, self.theirs, self.inputs, self.plan = weights, theirs, inputs, plan
-        energies = torch.stack([self._components(layer).energies for layer in range(len(inputs))]).mean(0)
+        self.components = [components(self.layer(n), moments, plan.mix) for n, moments in enumerate(inputs)]
+        energies = torch.stack([parts.energies for parts in self.components]).mean(0)
         self.counts = choose_frequencies(
             energies, llama_frequencies(theirs), plan.rope_dim, plan.length, by=plan.rotary
         )
@@ -419,14 +419,11 @@ class GQAFactors:
         return GQALayer.read(self.weights, layer, self.theirs.head_dim)
 
     def split(self, layer: int) -> Split:
-        return split_rotary(self.layer(layer), self._components(layer), self.counts)
+        return split_rotary(self.layer(layer), self.components[layer], self.counts)
 
     def kept(self) -> torch.Tensor:
         """Share of the weighted energy that factors of rank 1, 2, ... keep, mean over layers."""
         return torch.stack([self._joint(layer).kept() for layer in range(len(self.inputs))]).mean(0)
-
-    def _components(self, layer: int) -> Components:
-        return components(self.layer(layer), self.inputs[layer], self.plan.mix)
 
     def _joint(self, layer: int) -> JointFactors:
         return JointFactors(self.layer(layer), self.split(layer).rest_keys, self.inputs[layer])

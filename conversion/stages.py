@@ -48,15 +48,14 @@ class LatentStart:
         width: `kv_lora_rank`, one channel of which is constant.
         energy: in the place of a width, the share of the weighted energy of keys and values that is kept.
         rope_dim: `qk_rope_head_dim`; by default half of the source's heads.
-        rotary: which components stay rotary, `"position"` or `"energy"` (see [`gqa.choose_frequencies`]).
-        mix: mix the heads of keys at each frequency before.
+        rotary: which components stay rotary, `"position"` or `"energy"` (see [`gqa.choose_frequencies`]); `"heads"`
+            is by position, of heads as they are, not mixed.
     """
 
     width: int | None = None
     energy: float | None = None
     rope_dim: int | None = None
     rotary: str = "position"
-    mix: bool = True
 
 
 def read_windows(calibration: str | Path | torch.Tensor, tokens: int, source: Path, config) -> torch.Tensor:
@@ -156,7 +155,8 @@ def planned_config(theirs, latent: LatentStart, gate: GateStart) -> EGMLAConfig:
 def _shape(theirs, latent: LatentStart, gate: GateStart, width: int, length: int) -> GQAPlan:
     rope_dim = theirs.head_dim // 2 if latent.rope_dim is None else latent.rope_dim
     norm_channels = gate.kind != "none" and gate.norm == "layer_norm"
-    return GQAPlan(min(width, full_latent(theirs)), rope_dim, latent.rotary, latent.mix, norm_channels, length)
+    by, mix = ("position", False) if latent.rotary == "heads" else (latent.rotary, True)
+    return GQAPlan(min(width, full_latent(theirs)), rope_dim, by, mix, norm_channels, length)
 
 
 @dataclass(frozen=True)

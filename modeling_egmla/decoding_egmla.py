@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from .cache_egmla import GrowingTensor
-from .gate_egmla import Sources, is_plain, project
+from .gate_egmla import Sources, has_fast_matmul, is_plain, project
 
 
 KV_DECODINGS = ("auto", "expanded", "tiles", "grouped")
@@ -106,6 +106,11 @@ def decode(attention: nn.Module, decoding: str, query_BHSK: torch.Tensor, mask: 
 def accumulator_dtype(tensor: torch.Tensor) -> torch.dtype:
     """Precision of scores and of sums over positions."""
     return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def product_dtype(tensor: torch.Tensor) -> torch.dtype:
+    """Precision of products with gates: bfloat16 where it is fast (float16 has no range for them), else float32."""
+    return tensor.dtype if tensor.dtype == torch.bfloat16 and has_fast_matmul(tensor) else accumulator_dtype(tensor)
 
 
 def additive(mask: torch.Tensor) -> torch.Tensor:
@@ -282,7 +287,8 @@ def gated_statistics(attention: nn.Module, history: History, cache) -> torch.Ten
     kept = cache.layers[attention.group_idx].statistics
     stream = kept.get(attention.layer_idx)
     parameters = [m.weight for m in (attention.up_projection, attention.kv_gate_embed, attention.kv_gate_proj)]
-    if stream is not None and not stream.sources.is_current(parameters):
+    placement = attention.kv_gate_placement  # narrowed gates are other gates
+    if stream is not None and not (stream.sources.is_current(parameters) and stream.placement == placement):
         stream = None
     (B, T), start = history.token_ids_BT.shape, 0 if stream is None else stream.length
     if start < T:
@@ -298,7 +304,7 @@ def gated_statistics(attention: nn.Module, history: History, cache) -> torch.Ten
             tile[:, 0], tile[:, 1] = mean, (variance + attention.kv_gate_norm.eps).rsqrt()
         if stream is None:
             stream = kept[attention.layer_idx] = GrowingTensor(new, dim=-1)
-            stream.sources = Sources(parameters)
+            stream.sources, stream.placement = Sources(parameters), placement
         else:
             stream.append(new)
     return stream.filled
@@ -311,7 +317,7 @@ def grouped_attention(
     history = History.of(cache, attention.group_idx)
     (B, H, S, _), dtype = query_BHSK.shape, accumulator_dtype(query_BHSK)
     N, V, R = attention.qk_nope_head_dim, attention.v_head_dim, attention.qk_rope_head_dim
-    weights_HNVC = attention.up_projection.weight.to(dtype).view(H, N + V, -1)
+    weights = attention.up_projection.weight.to(dtype).view(H, N + V, -1).split([N, V], dim=1)
     q_nope_BHSN, q_rot_BHSR = (query_BHSK.to(dtype) * attention.scaling).split([N, R], dim=-1)
 
     is_gated = attention.kv_gate != "none"
@@ -325,23 +331,23 @@ def grouped_attention(
 
     out_BSHV = query_BHSK.new_empty((B, S, H, V), dtype=dtype)
     for b in range(B):
-        latents_TC, k_rot_TR = history.latents_BTC[b].to(dtype), history.k_rot_BTR[b].to(dtype)
-        maps = maps_class(attention, groups[b], latents_TC, *weights_HNVC.split([N, V], dim=1))
+        maps = maps_class(attention, groups[b], history.latents_BTC[b], *weights, product_dtype(query_BHSK))
 
-        scores_HST = maps.scores(q_nope_BHSN[b])
+        # In place and flat: at this size a pass over memory costs as much as a product.
+        scores_AT = maps.scores(q_nope_BHSN[b])
         if is_normed:
             mean_T, rstd_T = statistics_B2T[b]
-            scores_HST = (scores_HST - q_nope_BHSN[b].sum(-1, keepdim=True) * mean_T) * rstd_T
-        scores_HST = scores_HST + torch.matmul(q_rot_BHSR[b], k_rot_TR.T)
+            scores_AT.addr_(q_nope_BHSN[b].sum(-1).flatten(), mean_T, alpha=-1).mul_(rstd_T)
+        scores_AT.addmm_(q_rot_BHSR[b].flatten(0, 1), history.k_rot_BTR[b].to(dtype).T)
         if mask is not None:
-            scores_HST += additive(mask[b if mask.shape[0] > 1 else 0, ..., : len(latents_TC)])
+            scores_AT.view(H, S, -1).add_(additive(mask[b if mask.shape[0] > 1 else 0, ..., : scores_AT.shape[1]]))
 
-        weights_HST = softmax(scores_HST)
+        weights_AT = softmax(scores_AT)
         if is_normed:
-            weights_HST = weights_HST * rstd_T
-        out_HSV = maps.values(weights_HST)
+            weights_AT.mul_(rstd_T)
+        out_HSV = maps.values(weights_AT.view(H, S, -1))
         if is_normed:
-            out_HSV = (out_HSV - (weights_HST @ mean_T)[..., None]) * gamma_H1NV[..., N:] + beta_H1NV[..., N:]
+            out_HSV = (out_HSV - (weights_AT @ mean_T).view(H, S, 1)) * gamma_H1NV[..., N:] + beta_H1NV[..., N:]
         out_BSHV[b] = out_HSV.transpose(0, 1)
     return out_BSHV
 
@@ -357,16 +363,21 @@ def gates_by_head(attention: nn.Module, groups: TokenGroups, dtype: torch.dtype,
     """Gates of a sequence's distinct ids, key and value part: [H, U, N] and [H, U, V]."""
     gates_HUD = attention.kv_gates(groups.ids_U).to(dtype).view(len(groups.ids_U), attention.num_heads, -1)
     gates_HUD = gates_HUD.transpose(0, 1)
-    return gates_HUD[..., :N], gates_HUD[..., N:]
+    return close_gaps(gates_HUD[..., :N]), close_gaps(gates_HUD[..., N:])
+
+
+def close_gaps(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` made contiguous where a product gains more than that costs: in bfloat16."""
+    return tensor.contiguous() if tensor.dtype == torch.bfloat16 else tensor
 
 
 class GroupedMaps:
     """Multiplicative gates: key and value maps of each distinct id, applied to its latents without being formed."""
 
-    def __init__(self, attention, groups, latents_TC, w_uk_HNC, w_uv_HVC):
-        self.groups, self.w_uk_HNC, self.w_uv_HVC = groups, w_uk_HNC, w_uv_HVC
-        self.gates_k_HUN, self.gates_v_HUV = gates_by_head(attention, groups, latents_TC.dtype, w_uk_HNC.shape[1])
-        self.latents_PC = latents_TC.index_select(0, groups.position_P)
+    def __init__(self, attention, groups, latents_TC, w_uk_HNC, w_uv_HVC, dtype):
+        self.groups, self.w_uk_HNC, self.w_uv_HVC, self.dtype = groups, w_uk_HNC, w_uv_HVC, dtype
+        self.gates_k_HUN, self.gates_v_HUV = gates_by_head(attention, groups, dtype, w_uk_HNC.shape[1])
+        self.latents_PC = latents_TC.index_select(0, groups.position_P).to(w_uk_HNC.dtype)
 
     def blocks(self):
         """Yields slices of groups and of places, and the shape [count, size] that the places have."""
@@ -379,13 +390,14 @@ class GroupedMaps:
     def scores(self, q_HSN):
         (H, S, N), C = q_HSN.shape, self.latents_PC.shape[1]
         maps_HNSC = q_HSN.transpose(1, 2)[..., None] * self.w_uk_HNC[:, :, None]
-        absorbed_HUSC = torch.bmm(self.gates_k_HUN, maps_HNSC.reshape(H, N, S * C)).view(H, -1, S, C)
+        absorbed_HUSC = torch.bmm(self.gates_k_HUN, maps_HNSC.to(self.dtype).reshape(H, N, S * C)).view(H, -1, S, C)
+        absorbed_HUSC = absorbed_HUSC.to(q_HSN.dtype)
         scores_PA = q_HSN.new_empty((len(self.latents_PC), H * S))
         for groups, places, shape in self.blocks():
             absorbed_UCA = absorbed_HUSC[:, groups].permute(1, 3, 0, 2).flatten(2)
             latents = self.latents_PC[places].view(*shape, C)
             torch.bmm(latents, absorbed_UCA, out=scores_PA[places].view(*shape, H * S))
-        return scores_PA.index_select(0, self.groups.place_T).T.reshape(H, S, -1)
+        return scores_PA.index_select(0, self.groups.place_T).T.contiguous()
 
     def values(self, weights_HST):
         (H, S, _), C = weights_HST.shape, self.latents_PC.shape[1]
@@ -396,7 +408,7 @@ class GroupedMaps:
             latents = self.latents_PC[places].view(count, size, C)
             multiply = torch.mul if size == 1 else torch.bmm
             multiply(weights, latents, out=sums_UAC[groups])
-        sums_HUSC = sums_UAC.view(-1, H, S * C).transpose(0, 1)
+        sums_HUSC = close_gaps(sums_UAC.to(self.dtype).view(-1, H, S * C).transpose(0, 1))
         mixed_HVSC = torch.bmm(self.gates_v_HUV.transpose(1, 2), sums_HUSC).view(H, -1, S, C)
         return (mixed_HVSC * self.w_uv_HVC[:, :, None]).sum(-1).transpose(1, 2)
 
@@ -404,17 +416,19 @@ class GroupedMaps:
 class SharedMaps:
     """No gate, or an additive one: one key and one value map, and vectors to add for each distinct id."""
 
-    def __init__(self, attention, groups, latents_TC, w_uk_HNC, w_uv_HVC):
-        self.groups, self.latents_TC, self.w_uk_HNC, self.w_uv_HVC = groups, latents_TC, w_uk_HNC, w_uv_HVC
+    def __init__(self, attention, groups, latents_TC, w_uk_HNC, w_uv_HVC, dtype):
+        self.groups, self.w_uk_HNC, self.w_uv_HVC = groups, w_uk_HNC, w_uv_HVC
+        self.latents_TC = latents_TC.to(w_uk_HNC.dtype)
         if groups is not None:
-            self.gates_k_HUN, self.gates_v_HUV = gates_by_head(attention, groups, latents_TC.dtype, w_uk_HNC.shape[1])
+            self.gates_k_HUN, self.gates_v_HUV = gates_by_head(attention, groups, w_uk_HNC.dtype, w_uk_HNC.shape[1])
             self.group_T = groups.group_T
 
     def scores(self, q_HSN):
-        scores_HST = torch.matmul(torch.bmm(q_HSN, self.w_uk_HNC), self.latents_TC.T)
+        scores_AT = torch.mm(torch.bmm(q_HSN, self.w_uk_HNC).flatten(0, 1), self.latents_TC.T)
         if self.groups is not None:
-            scores_HST += torch.bmm(q_HSN, self.gates_k_HUN.transpose(1, 2)).index_select(-1, self.group_T)
-        return scores_HST
+            scores_AU = torch.bmm(q_HSN, self.gates_k_HUN.transpose(1, 2)).flatten(0, 1)
+            scores_AT += scores_AU.index_select(1, self.group_T)
+        return scores_AT
 
     def values(self, weights_HST):
         out_HSV = torch.bmm(torch.matmul(weights_HST, self.latents_TC), self.w_uv_HVC.transpose(1, 2))

@@ -270,9 +270,20 @@ class TokenGate(nn.Module):
         """Gates of all ids in order, some at a time, where the projection is."""
         for rows in self._original_rows().split(PRECOMPUTE_CHUNK):
             yield self._projected(rows)
+        self._let_go(self.kv_gate_embed)
+
+    @staticmethod
+    def _let_go(embedding: nn.Module) -> None:
+        if isinstance(embedding, PlacedEmbedding):
+            embedding.table.let_go()
 
     @torch.no_grad()
     def _projected(self, rows: torch.Tensor) -> torch.Tensor:
+        if not is_plain(self.kv_gate_proj):
+            raise ValueError(
+                f"The gate projection of layer {self.layer_idx} is wrapped by an adapter, quantised, sharded or "
+                "offloaded, so its gates cannot be written to a file or compared with one."
+            )
         like = self.kv_gate_proj.weight
         with torch.autocast(like.device.type, enabled=False):
             return project(self.kv_gate_proj, rows.to(like))
@@ -312,12 +323,13 @@ class TokenGate(nn.Module):
             sample = torch.arange(0, shape[0], max(1, shape[0] // 512))
             rows = self._original_rows(embedding)
             expected = self._projected(rows[sample.to(rows.device)])
-            error = (widen(mapped.tensor[sample], None if scales is None else scales[sample], torch.float32)) - (
-                expected.cpu().float()
-            )
             tolerance = RELATIVE_ROUNDING[mapped.tensor.dtype] + RELATIVE_ROUNDING[expected.dtype]
-            agrees = bool((error.abs() <= tolerance * expected.cpu().float().abs().amax(-1, keepdim=True)).all())
-            mapped.let_go()
+            expected = expected.cpu().float()
+            found = widen(mapped.tensor[sample], None if scales is None else scales[sample], torch.float32)
+            largest = expected.abs().amax(-1, keepdim=True)
+            agrees = bool(((found - expected).abs() <= tolerance * largest).all())
+            table.let_go()
+            self._let_go(embedding)
         if not agrees:
             raise ValueError(
                 f"The gates of layer {self.layer_idx} in {path} are not those of this model: write the file again "

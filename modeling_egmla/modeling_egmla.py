@@ -92,6 +92,13 @@ def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interlea
     return x * cos + rotate_half(x) * sin
 
 
+def begins_again(position_ids: torch.Tensor | None) -> bool:
+    """Whether rows hold several documents, told apart by positions that begin again; not looked at while compiling."""
+    if position_ids is None or position_ids.shape[-1] < 2 or torch.compiler.is_compiling():
+        return False
+    return bool((position_ids.diff(dim=-1) < 1).any())
+
+
 class EGMLAAttention(TokenGate):
     """
     Multi-head latent attention whose up-projected keys and values are gated by token id (arXiv:2509.16686, section 3).
@@ -445,7 +452,8 @@ class EGMLAModel(EGMLAPreTrainedModel):
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
 
-        given_cache = cache
+        # With a cache the library's mask overlooks documents packed into one row; a new cache is not needed for it.
+        is_packed = cache is None and attention_mask is None and begins_again(position_ids)
         if use_cache and cache is None:
             cache = EGMLACache(self.config)
         if cache is not None:
@@ -461,7 +469,7 @@ class EGMLAModel(EGMLAPreTrainedModel):
             config=self.config,
             inputs_embeds=inputs_embeds,
             attention_mask=attention_mask,
-            cache=given_cache,  # with any cache the library overlooks documents that are packed into one row
+            cache=None if is_packed else cache,
             position_ids=position_ids,
         )
 

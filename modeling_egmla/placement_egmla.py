@@ -198,7 +198,8 @@ class EGMLAGatePlacement:
             dtype: as in `place_kv_gates`; `vocab_size` x `config.kv_width` elements a layer.
 
         Raises:
-            ValueError: the model has no gates, its original tables were given up, or `dtype` cannot be.
+            ValueError: the model has no gates, its original tables were given up, its gate projections are no plain
+                ones, or `dtype` cannot be.
         """
         gates = self._gates_to_place()
         row_dtype = find_dtype(dtype) or gates[0].kv_gate_proj.weight.dtype

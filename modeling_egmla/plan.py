@@ -83,7 +83,7 @@ def _other_parameters(config: EGMLAConfig) -> int:
     return embeddings + config.num_hidden_layers * layer + config.hidden_size
 
 
-def _multi_head_parameters(config: EGMLAConfig, kv_heads: int) -> int:
+def multi_head_parameters(config: EGMLAConfig, kv_heads: int) -> int:
     """Parameters of a model of this shape whose attention has keys and values of `kv_heads` heads, and no biases."""
     key_value = config.hidden_size * kv_heads * (config.qk_nope_head_dim + config.v_head_dim)
     query = config.hidden_size * config.num_attention_heads * config.qk_nope_head_dim
@@ -391,7 +391,7 @@ def _alternative_footprints(config: EGMLAConfig, batch: int, context: int, dtype
     mlas = [config for config in (mla, paper_baseline(config)) if config is not None]
     by_name = {footprint.name: footprint for footprint in (_mla_footprint(c, batch, context, dtypes) for c in mlas)}
     for name, kv_heads in multi_head_kinds(config).items():
-        parameters = Parameters(_multi_head_parameters(config, kv_heads), tables=0)
+        parameters = Parameters(multi_head_parameters(config, kv_heads), tables=0)
         elements = multi_head_cache_elements(config, kv_heads)
         weights = parameters.activated * BYTES[dtypes["weights"]]
         cache = tokens * elements * BYTES[dtypes["cache"]]

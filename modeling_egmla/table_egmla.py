@@ -11,6 +11,7 @@ Shapes: V `vocab_size`, W width of a table (`kv_gate_dim`, or D for precomputed 
 import json
 import mmap
 import os
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -203,18 +204,14 @@ def find_tables(checkpoint: str, suffix: str, **download) -> dict[int, tuple[str
     elif path := file_of(SAFE_WEIGHTS_INDEX_NAME):
         with open(path) as index:
             shards = json.load(index)["weight_map"]
-        files = {name: file_of(shard) for name, shard in shards.items() if name.endswith(f".{suffix}")}
+        files = {name: file_of(shard) for name, shard in shards.items() if name.endswith(suffix)}
     else:
         raise ValueError(
             f"{checkpoint or 'The model was not loaded from a folder, which'} has no {SAFE_WEIGHTS_NAME}, from which "
             "tables could be read: save the model with `save_pretrained(folder)`, and name the folder as `checkpoint`."
         )
-    found = {}
-    for name, path in files.items():
-        *_, parent, layer = name.removesuffix(f".{suffix}").split(".") if name.endswith(f".{suffix}") else ("", "")
-        if parent == "layers":
-            found[int(layer)] = (path, name)
-    return found
+    pattern = re.compile(rf"(?:^|\.)layers\.(\d+)\.{re.escape(suffix)}$")
+    return {int(match[1]): (path, name) for name, path in files.items() if (match := pattern.search(name))}
 
 
 class PlacedTable:
@@ -282,9 +279,26 @@ class PlacedTable:
             return widen(values.to(device), None if scales is None else scales.to(device), dtype)
         return widen(*self.pool.look_up(self, token_ids), dtype)
 
+    def read_ahead(self, token_ids: torch.Tensor) -> None:
+        if self.mapped is not None:
+            self.mapped.read_ahead(token_ids)
+
+    def let_go(self) -> None:
+        """Takes what was read of a mapped table out of this process."""
+        if self.mapped is not None:
+            self.mapped.let_go()
+
     def to(self, device: torch.device) -> None:
         self.values = self.values.to(device)
         self.scales = None if self.scales is None else self.scales.to(device)
+
+    def __getstate__(self):
+        return {**self.__dict__, "values": None} if self.mapped is not None else self.__dict__
+
+    def __setstate__(self, state):
+        self.__dict__ |= state
+        if self.mapped is not None:
+            self.values = self.mapped.tensor  # copies share the file, and are no copies of it
 
     @property
     def where(self) -> str:
@@ -386,20 +400,22 @@ class _DevicePool:
         if len(slots) < len(missing):
             self.has_room = False
             logger.warning_once(
-                f"The pool has {len(self.id_of_slot):,} gate rows a layer, but the texts have {int(needed.sum()):,} "
-                "distinct ids: rows without room are brought over again at every step. Results are the same; "
+                f"The texts have more distinct ids than the {len(self.id_of_slot):,} gate rows a layer that the pool "
+                "has room for: the others are brought over again at every step. Results are the same; "
                 "`model.place_kv_gates(..., pool_rows=...)` makes it larger."
             )
         missing = missing[: len(slots)]
+        on_host = missing.cpu()
+        # In this order an interruption costs reads, and never leaves an id with the row of another.
         evicted = self.id_of_slot[slots]
         self.slot_of_id[evicted[evicted >= 0]] = -1
-        self.slot_of_id[missing] = slots
-        self.id_of_slot[slots] = missing
-        on_host = missing.cpu()
-        for table, coming in self.coming.items():
+        for coming in self.coming.values():
             coming.append((on_host, slots))
-            if table.mapped is not None and len(on_host) <= ADVISED_ROWS:
-                table.mapped.read_ahead(on_host)
+        self.id_of_slot[slots] = missing
+        self.slot_of_id[missing] = slots
+        if len(on_host) <= ADVISED_ROWS:
+            for table in self.shelves:
+                table.read_ahead(on_host)
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream(self.device))  # which may still read what is replaced
             for table in self.shelves:
@@ -427,8 +443,7 @@ class _DevicePool:
     def _bring(self, table: PlacedTable, token_ids: torch.Tensor) -> list[torch.Tensor]:
         """Rows of ids on the host, and their scales if they have any, on the device."""
         rows = [tensor for tensor in table.rows(token_ids) if tensor is not None]
-        if table.mapped is not None:
-            table.mapped.let_go()
+        table.let_go()
         self.bytes_moved += sum(tensor.nbytes for tensor in rows)
         if self.stream is not None:
             rows = [tensor.pin_memory() for tensor in rows]
@@ -441,9 +456,8 @@ class _DevicePool:
     @torch.inference_mode(False)
     @torch.no_grad()
     def look_up(self, table: PlacedTable, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if self.stream is None:
-            self._fill(table)  # while it runs, the system reads what later layers need
-        elif table in self.arrived:
+        self._fill(table)  # on a CPU; meanwhile the system reads what later layers need
+        if table in self.arrived:
             torch.cuda.current_stream(self.device).wait_event(self.arrived[table])
         slots = self.slot_of_id[token_ids]
         absent = slots < 0 if self.stream is None or not self.has_room else None

@@ -54,7 +54,11 @@ def numbers(output: str, label: str) -> list[str]:
     return line.strip().removeprefix(label).split()
 
 
-@pytest.mark.parametrize("command", [[], ["generate"], ["plan"], ["demo"], ["eval"], ["train"], ["plot"]], ids=str)
+@pytest.mark.parametrize(
+    "command",
+    [[], *([name] for name in ("generate", "plan", "demo", "bench", "eval", "train", "plot", "distill"))],
+    ids=str,
+)
 def test_help(egmla, command):
     """Every command explains itself, without loading a model."""
     output = egmla(*command, "--help")
@@ -158,6 +162,11 @@ def test_plan_as_json(egmla):
     assert planned["model"]["cache"] == 2 * 10 * 1536 * 2
     assert planned["tables_break_even_tokens"] == 67_072
     assert [column["name"] for column in planned["alternatives"]] == ["MLA-64", "MLA-256", "GQA-4", "MQA", "MHA"]
+    placed = json.loads(
+        egmla("plan", BASE, "--placement", "host", "--pool-rows", 10, "--tables-dtype", "int8", "--json")
+    )
+    row = 12 * (256 + 4)
+    assert (placed["pool_rows"], placed["model"]["gate_rows"], placed["model"]["host"]) == (10, 10 * row, 50_304 * row)
 
 
 def test_plan_list(egmla):
@@ -169,7 +178,7 @@ def test_plan_list(egmla):
 def test_plan_plot(egmla, tmp_path):
     """A figure is written, into a folder that need not exist."""
     pytest.importorskip("matplotlib")
-    egmla("plan", BASE, "--plot", tmp_path / "new" / "plan.png")
+    egmla("plan", BASE, "--placement", "mmap", "--plot", tmp_path / "new" / "plan.png")
     assert (tmp_path / "new" / "plan.png").read_bytes().startswith(b"\x89PNG")
 
 

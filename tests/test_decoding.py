@@ -200,6 +200,33 @@ def test_bfloat16_is_as_exact_as_expanding(make_model, way, kv_gate, multiplies_
     assert errors[0] < 0.05
 
 
+class BatchedProducts(TorchDispatchMode):
+    """Types of the operands of all batched matrix products."""
+
+    def __init__(self):
+        super().__init__()
+        self.dtypes = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.overloadpacket is torch.ops.aten.bmm:
+            self.dtypes.add(args[0].dtype)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("multiplies_bf16", [False, True])
+def test_products_with_gates_are_fast_ones(make_model, dtype, multiplies_bf16, monkeypatch):
+    """Grouped decoding multiplies gates in bfloat16 if the model and the CPU have it, and never in float16."""
+    monkeypatch.setattr("modeling_egmla.gate_egmla.CPU_MULTIPLIES_BF16", multiplies_bf16)
+    model, (ids, mask) = make_model().to(dtype), padded_batch()
+    cache = make_cache(model)
+    decode(model, "expanded", cache, ids, mask, (39,))
+    with BatchedProducts() as products:
+        decode(model, "grouped", cache, ids, mask, (1,))
+    is_native = dtype == torch.bfloat16 and multiplies_bf16
+    assert products.dtypes == ({torch.float32, torch.bfloat16} if is_native else {torch.float32})
+
+
 GENERATION = {
     "greedy": {},
     "beams": {"num_beams": 4, "num_return_sequences": 2},

@@ -2,6 +2,7 @@
 
 import json
 import random
+from importlib.resources import files
 from pathlib import Path
 
 import pytest
@@ -102,7 +103,10 @@ def test_stopped_run_goes_on_to_the_same_weights(recipe, tmp_path, monkeypatch):
     with pytest.raises(Killed):
         distill(path)
     monkeypatch.undo()
+    passes, divergences = [], room.token_divergences
+    monkeypatch.setattr(room, "token_divergences", lambda *logits: passes.append(0) or divergences(*logits))
     report = distill(path)
+    assert len(passes) == 4 * 2  # steps 5 to 8, of two passes each
     ends = [load_file(tmp_path / name / "model.safetensors") for name in ("whole", "out")]
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
     assert report["validation_loss"] == expected["validation_loss"]
@@ -133,7 +137,7 @@ def test_accumulation_changes_nothing(recipe, pair, tmp_path):
     """One pass of four sequences or four of one: the same step, however uneven the lengths; the teacher stays."""
     ends, before = [], tiny_llama().state_dict()
     for number, size in enumerate((4, 1)):
-        student, teacher = EGMLAForCausalLM.from_pretrained(pair / "student"), tiny_llama()
+        student, teacher = EGMLAForCausalLM.from_pretrained(pair / "student"), tiny_llama(attention_dropout=0.5)
         settings = {"steps": 1, "sequences_per_device": size, "arguments": {"optim": "sgd", "eval_strategy": "no"}}
         make_trainer(recipe, tmp_path, student, teacher, **settings, output_dir=str(tmp_path / str(number))).train()
         ends.append(student.state_dict())
@@ -192,3 +196,9 @@ def test_pairs_that_cannot_be_compared(recipe, tmp_path):
     logits_only = {**recipe, "models": models, "distillation": {"hidden_states": 0}}
     room.load_pair(load_distill_recipe(write(logits_only, tmp_path / "recipe.yaml")))
     assert DistillationRecipe().temperature == 1
+
+
+def test_recipe_that_comes_along():
+    """The recipe of the documents can be read."""
+    path = files("modeling_egmla.configuration") / "recipes" / "distill-smollm2.yaml"
+    assert load_distill_recipe(path).distillation == DistillationRecipe()

@@ -9,6 +9,9 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+
+pytest.importorskip("lm_eval")
+
 from modeling_egmla.evaluation import (
     evaluate,
     local_tasks,
@@ -22,8 +25,6 @@ from modeling_egmla.evaluation.report import mean_name, paper_table, plot_result
 from modeling_egmla.evaluation.suite import paper_results
 from modeling_egmla.training.data import is_validation
 
-
-pytest.importorskip("lm_eval")
 
 ROWS = {
     path.stem: [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
@@ -179,6 +180,7 @@ def test_rows_can_be_made_again(tmp_path, monkeypatch):
         assert f"{row['context']} {row['choices'][row['answer']]}" in texts[row["document"]]
 
 
+@pytest.mark.slow  # starts a process that imports the harness
 def test_command_line_of_the_harness_gives_the_same(make_model, tokenizer, tmp_path):
     """What we report of a Llama is what the command line of `lm_eval` itself reports of it, to the last digit."""
     import subprocess

@@ -12,10 +12,12 @@ from tiny_export import tiny_tokenizer
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
+from modeling_egmla import EGMLACache
 from modeling_egmla.commands import app
 from modeling_egmla.conversion import gqa
 from modeling_egmla.conversion.checkpoint import ConversionError
 from modeling_egmla.conversion.converter import CheckFailed, convert
+from modeling_egmla.conversion.gating import with_gate
 from modeling_egmla.conversion.gqa import GQAFactors, GQAPlan, input_moments, mla_weights
 from modeling_egmla.conversion.stages import LatentStart
 from modeling_egmla.conversion.weights import build_model
@@ -290,6 +292,17 @@ def test_latent_by_energy(folder, tmp_path):
     assert 2 < widths[0] < widths[1] < widths[2] == 37
 
 
+@pytest.mark.parametrize("rotary", ["position", "energy", "heads"])
+def test_ways_to_choose_rotary_channels(folder, tmp_path, rotary):
+    """Each way converts; which frequencies stay is in the config, and the report counts them."""
+    latent = LatentStart(width=37, rope_dim=6, rotary=rotary)
+    report = convert(folder, tmp_path / "out", latent=latent, calibration=CALIBRATION)
+    rope = json.loads((tmp_path / "out/config.json").read_text())["rope_parameters"]
+    assert len(rope["long_factor"]) == 3 and any("rotary pairs by frequency" in note for note in report.notes)
+    score = report.stages["rotary in 6 channels of 24"]
+    assert report.stages["RMSNorm of the latent"].divergence == pytest.approx(score.divergence, rel=1e-2)
+
+
 def test_costly_starts_are_refused(folder, tmp_path):
     """A loss that rises above the bound leaves nothing behind; the message tells every stage."""
     latent = LatentStart(width=3, rope_dim=2)
@@ -399,3 +412,19 @@ def test_plan_of_an_mla_model(make_model, tmp_path, egmla):
     make_model(kv_gate="none").save_pretrained(tmp_path / "mla")
     code, output = egmla(tmp_path / "mla", "--gate", "multiply", "--gate-dim", 10, "--plan")
     assert code == 0 and f"{2 * 97 * 10:,}" in output and "100.0%" in output
+
+
+@pytest.mark.parametrize("decoding", ["expanded", "tiles", "grouped"])
+def test_cached_steps_of_a_converted_model(llama, decoding):
+    """Constant channels are no burden to decoding: each way gives, step by step, the logits of one whole forward."""
+    factors = factors_of(llama, latent=13, rope_dim=8, norm_channels=True)
+    model = build_model(with_gate(mla_weights(factors, lambda name: torch.float32), "multiply", 6, "layer_norm"))
+    for layer in model.model.layers:
+        layer.self_attn.kv_gate_norm.weight.data.fill_(20.0)
+        layer.self_attn.kv_gate_embed.weight.data.add_(0.3 * torch.randn(97, 6))
+    model.set_kv_decoding(decoding)
+    with torch.no_grad():
+        whole = model(IDS, use_cache=False).logits
+        cache = EGMLACache(model.config)
+        steps = [model(ids, cache=cache).logits for ids in IDS.split([40, *[1] * 24], dim=1)]
+    torch.testing.assert_close(torch.cat(steps, 1), whole, atol=2e-4, rtol=0)

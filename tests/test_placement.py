@@ -2,7 +2,10 @@
 
 import copy
 import io
+import logging
+import os
 import shutil
+from pathlib import Path
 
 import minihub
 import pytest
@@ -49,6 +52,11 @@ def placed(saved, placement="device", dtype=None, precomputes=False, **kwargs):
 @torch.no_grad()
 def logits(model, ids=IDS):
     return model(ids).logits
+
+
+def is_mapped(model) -> bool:
+    tables = [layer.self_attn.kv_gate_embed.table for layer in model.model.layers]
+    return all(table.values.data_ptr() == table.mapped.tensor.data_ptr() for table in tables)
 
 
 def decode(model, decoding, ids=IDS):
@@ -102,10 +110,13 @@ def test_generation(saved, placement, precomputes, settings):
 
 @pytest.mark.slow  # compiles with inductor
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("placement, dtype", [("host", "int8"), ("mmap", None)])
-def test_compiled_generation(folder, placement, dtype):
+@pytest.mark.parametrize(
+    "placement, dtype, precomputes", [("host", "int8", False), ("mmap", None, False), ("host", "int8", True)]
+)
+def test_compiled_generation(folder, placement, dtype, precomputes):
     """A static cache compiles to one graph with placed tables, which it reads without the pool: the same tokens."""
-    model = placed(folder, placement, dtype)
+    model = placed(folder, placement, dtype, precomputes)
+    model.set_kv_decoding("tiles")
     expected = model.generate(IDS, max_new_tokens=12, do_sample=False)
     compile_config = CompileConfig(fullgraph=True, backend="aot_eager")
     compile_config._compile_all_devices = True
@@ -159,6 +170,15 @@ def test_rows_used_longest_ago_make_room():
     assert step(*kept)[1] == 0
 
 
+def test_a_small_pool_is_said_once(folder, caplog, monkeypatch):
+    """A pool that is too small for the text is named once, with the remedy; one that is large enough is not."""
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    for pool_rows, times in ((97, 0), (11, 1)):
+        caplog.clear()
+        placed(folder, "host", pool_rows=pool_rows).generate(IDS, max_new_tokens=8, do_sample=False)
+        assert sum("11 gate rows" in message and "pool_rows" in message for message in caplog.messages) == times
+
+
 def test_narrowed_rows_are_as_close_as_their_precision():
     """An int8 row is off by half a step of its own scale; a row of zeros stays zeros."""
     rows = torch.randn(50, 16) * torch.logspace(-6, 3, 50)[:, None]
@@ -205,6 +225,28 @@ def test_loading_without_building_the_tables(make_model, tmp_path, placement, dt
     decoder = EGMLAModel.from_pretrained(tmp_path / "decoder", kv_gates={"placement": placement, "dtype": "int8"})
     with torch.no_grad():
         decoder(IDS)
+
+
+@pytest.mark.parametrize("precomputes", [False, True], ids=["projected", "precomputed"])
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_placing_while_a_cache_lives(saved, placement, precomputes):
+    """Gates that are narrowed between two steps change the next one alike, whichever way it is decoded."""
+    steps = {}
+    for decoding in ("expanded", "grouped"):
+        model = copy.deepcopy(saved[0])
+        model.set_kv_decoding(decoding)
+        if precomputes:
+            model.precompute_kv_gates()
+        cache, gates_file = (
+            EGMLACache(model.config),
+            saved[1] / "int8" if precomputes and placement == "mmap" else None,
+        )
+        with torch.no_grad():
+            for new in IDS[:, :22], IDS[:, 22:23]:
+                model(new, cache=cache)
+            model.place_kv_gates(placement, "int8", gates_file=gates_file)
+            steps[decoding] = model(IDS[:, 23:], cache=cache).logits
+    torch.testing.assert_close(steps["grouped"], steps["expanded"], atol=1e-5, rtol=1e-5)
 
 
 def test_narrow_rows_of_another_precision(folder):
@@ -354,6 +396,7 @@ def test_placed_tables_move_and_cast_with_the_model(folder, placement, dtype):
     torch.save(model, buffer := io.BytesIO())
     buffer.seek(0)
     for other in (copy.deepcopy(model), torch.load(buffer, weights_only=False)):
+        assert placement != "mmap" or is_mapped(other)
         other.model.embed_tokens.weight.data.zero_()
         assert not torch.equal(logits(other), logits(model))
         other.model.embed_tokens.weight.data.copy_(model.model.embed_tokens.weight)
@@ -370,6 +413,9 @@ def test_adapters(folder):
         config = peft.LoraConfig(target_modules=["kv_gate_proj", "q_proj"], init_lora_weights=False)
         results.append(logits(peft.get_peft_model(model, config).eval()))
     assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+    with pytest.raises(ValueError, match="wrapped by an adapter"):
+        model.save_kv_gates(folder / "gates")
+    assert not (folder / "gates").exists()
 
 
 def test_precomputed_gates_on_the_host_are_never_stale(folder):
@@ -403,6 +449,30 @@ def test_gates_of_another_model_are_refused(folder, tmp_path):
         with pytest.raises(ValueError, match=r"layer 1 .* not those of this model"):
             model.place_kv_gates("mmap", gates_file=tmp_path / f"gates-{dtype}")
         model = EGMLAForCausalLM.from_pretrained(folder)
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="memory is counted by Linux")
+@pytest.mark.parametrize("precomputes", [False, True], ids=["projected", "precomputed"])
+def test_mapped_tables_stay_out_of_memory(make_model, tmp_path, precomputes):
+    """Of a mapped table only the rows that a text needs are in memory, also after it was checked and precomputed."""
+
+    def resident() -> int:
+        status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+        return sum(int(status[kind].split()[0]) for kind in ("RssAnon", "RssFile")) * 1024
+
+    model = make_model(vocab_size=40_000, kv_gate_dim=400, num_hidden_layers=1)
+    model.save_pretrained(tmp_path)
+    table = 40_000 * 400 * 4
+    del model
+    kv_gates = {"placement": "mmap", "pool_rows": 100}
+    before = resident()
+    model = EGMLAForCausalLM.from_pretrained(tmp_path, kv_gates=kv_gates)
+    if precomputes:
+        model.save_kv_gates(tmp_path / "gates")
+        model.place_kv_gates(**kv_gates, gates_file=tmp_path / "gates")
+    logits(model, IDS * 400)
+    assert model.kv_gate_statistics().file >= table
+    assert resident() - before < table / 2
 
 
 def test_tables_of_another_model_are_refused(folder, make_model, tmp_path):
@@ -461,6 +531,27 @@ def test_what_placed_tables_cannot_do(folder, make_model, tmp_path):
     model.precompute_kv_gates()
     with pytest.raises(ValueError, match="save_kv_gates"):
         model.place_kv_gates("mmap")
+
+
+@pytest.mark.parametrize("failing", range(4))
+def test_an_interrupted_read_is_made_up_for(folder, monkeypatch, failing):
+    """After a forward pass that ended while rows were read, the next one has the right rows."""
+    model, rows, reads = placed(folder, "mmap", pool_rows=20), PlacedTable.rows, []
+    logits(model, IDS[:1, :6])
+
+    def interrupted(*args):
+        reads.append(args)
+        if len(reads) == failing + 1:
+            raise KeyboardInterrupt
+        return rows(*args)
+
+    monkeypatch.setattr(PlacedTable, "rows", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        logits(model, IDS[:, 6:14])
+    monkeypatch.undo()
+    expected = EGMLAForCausalLM.from_pretrained(folder)
+    for ids in (IDS[:, 6:14], IDS[:1, :6], IDS):
+        assert torch.equal(logits(model, ids), logits(expected, ids))
 
 
 def test_a_layer_by_itself(folder):

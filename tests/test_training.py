@@ -2,8 +2,12 @@
 
 import importlib.util
 import json
+import os
 import random
+import subprocess
+import sys
 from importlib.resources import files
+from pathlib import Path
 
 import pytest
 import torch
@@ -347,6 +351,30 @@ def test_lora_recipe_saves_adapter_and_merged_model(recipe, start, tmp_path):
         adapted = peft.PeftModel.from_pretrained(base, tmp_path / "out" / "adapter")
         assert (merged(ids).logits - before).abs().max() > 1e-2
         torch.testing.assert_close(adapted(input_ids=ids).logits, merged(ids).logits, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.slow  # starts processes
+@pytest.mark.parametrize("kind", ["lora", "stream"])
+def test_two_processes_train_as_one(recipe, start, streamed, tmp_path, kind):
+    """Fine-tuning under torchrun, with LoRA or whole on a stream, ends with the weights and losses of one process."""
+    recipe["model"] = recipe["tokenizer"] = {"path": start}
+    recipe["lora"] = {"r": 2, "target_modules": "all-linear"} if kind == "lora" else None
+    recipe["data"] = streamed if kind == "stream" else recipe["data"] | {"validation_documents": 2}
+    recipe["training"]["arguments"] = {"disable_tqdm": True, "use_cpu": True}
+    first = train(write_recipe(recipe, tmp_path))
+    recipe["training"]["output_dir"] = str(tmp_path / "two")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    command += [str(Path(sys.executable).parent / "egmla"), "train", str(write_recipe(recipe, tmp_path))]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    second = json.loads((tmp_path / "two" / "training.json").read_text())
+    for key in ("initial_validation_loss", "validation_loss"):
+        assert second[key] == pytest.approx(first[key], abs=1e-5)
+    one, two = (AutoModelForCausalLM.from_pretrained(tmp_path / name).state_dict() for name in ("out", "two"))
+    for name, weight in one.items():
+        if "kv_gate_norm.bias" not in name:  # half of it has no gradient, and Adam moves it by rounding noise
+            torch.testing.assert_close(two[name], weight, atol=1e-4, rtol=0, msg=name)
 
 
 def test_initial_loss_is_that_of_the_model(recipe, start, tmp_path):

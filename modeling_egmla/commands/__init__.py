@@ -2,6 +2,7 @@
 
 import typer
 
+from .bench import bench
 from .common import Commands
 from .convert import convert
 from .demo import demo
@@ -41,6 +42,7 @@ def egmla() -> None:
 app.command()(generate)
 app.command()(plan)
 app.command()(demo)
+app.command()(bench)
 app.command("eval")(evaluate)
 app.command()(train)
 app.command()(plot)

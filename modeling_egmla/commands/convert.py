@@ -55,8 +55,8 @@ def convert(
         typer.Option(min=2, help="Rotary channels that such a model keeps; by default half of a head's."),
     ] = None,
     rotary: Annotated[
-        Literal["position", "energy"],
-        typer.Option(help="Which: those that lose most without rotation, or those with most energy."),
+        Literal["position", "energy", "heads"],
+        typer.Option(help="Which: what loses most without rotation, or has most energy; heads: not mixed before."),
     ] = "position",
     gate: Annotated[
         Literal["none", "multiply", "add"],

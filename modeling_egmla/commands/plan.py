@@ -207,7 +207,7 @@ def draw(name: str, planned: Callable[[int], "Plan"], result: "Plan", path: Path
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.add_subplot()
     axes.set(xscale="log", yscale="log", xlabel="Cached tokens (batch x context)", ylabel="Device memory")
-    ends = {}
+    ends, labelled = {}, []
     for index, (column, colour) in enumerate(zip(columns, COLOURS)):
         sizes = [[plan.model, *plan.alternatives][index].compared for plan in plans]
         ends[column.name] = sizes[-1]
@@ -215,12 +215,15 @@ def draw(name: str, planned: Callable[[int], "Plan"], result: "Plan", path: Path
         if crossing := column.break_even_tokens:
             point = (crossing, planned(max(1, crossing // result.batch)).model.compared)
             axes.plot(*point, "o", color="white", markeredgecolor=colour, markeredgewidth=1.5, markersize=7, zorder=4)
+            # Crossings that lie close together have their numbers on either side.
+            is_crowded = any(1 / 2 < crossing / other < 2 for other in labelled)
+            labelled.append(crossing)
             axes.annotate(
                 f"{crossing:,}",
                 point,
-                xytext=(-6, 9),
+                xytext=(6, -16) if is_crowded else (-6, 9),
                 textcoords="offset points",
-                ha="right",
+                ha="left" if is_crowded else "right",
                 color=colour,
                 bbox={"color": "white", "alpha": 0.8, "pad": 1},
                 zorder=5,

@@ -56,7 +56,7 @@ def paper_table(results: dict[str, Any], name: str) -> Rows:
     accuracy = None if summary["mean_acc"] is None else 100 * summary["mean_acc"]
     own = {"accuracy": accuracy, "mean_perplexity": summary["mean_perplexity"], **summary["perplexity"]}
     paper = [row(model, figures) for model, figures in paper_results()["models"].items()]
-    return ["model", "acc %", "ClimbMix", "WikiText", "LAMBADA", "mean"], [row(f"{name} (here)", own), *paper]
+    return ["model", "acc %", "ClimbMix", "Wiki", "LAMBADA", "mean"], [row(f"{name} (here)", own), *paper]
 
 
 def plot_results(results: dict[str, Any], name: str, path: str | Path) -> None:

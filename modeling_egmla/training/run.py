@@ -322,8 +322,9 @@ def train(recipe_path: str | Path) -> dict[str, Any]:
         write_whole(kept_recipe, yaml.safe_dump(asdict(recipe), sort_keys=False))
     checkpoint = get_last_checkpoint(folder)
     if checkpoint is None and recipe.model.path is not None:
-        log.start_again()
-        trainer.evaluate()  # what fine-tuning starts from, as step 0 of the log
+        # What fine-tuning starts from, as step 0 of the log. Not by `evaluate`, after which Trainer would train on
+        # several processes without synchronising them.
+        arguments.eval_on_start = True
     if checkpoint is not None and is_finished(checkpoint, recipe.training):
         # Trainer would take one more step.
         trainer.state = TrainerState.load_from_json(os.path.join(checkpoint, "trainer_state.json"))

@@ -106,10 +106,6 @@ class JSONLinesLog(TrainerCallback):
     def seconds(self) -> float:
         return self.seconds_before + time.perf_counter() - self.started
 
-    def start_again(self) -> None:
-        """Forgets an earlier run that left no checkpoint."""
-        self.path.unlink(missing_ok=True)
-
     def initial_validation_loss(self) -> float | None:
         """The validation loss at step 0, if it was evaluated then."""
         lines = (line for line in read_log(self.path) if line["step"] == 0)
@@ -118,7 +114,8 @@ class JSONLinesLog(TrainerCallback):
     def on_train_begin(self, args, state, control, **kwargs):
         self.started = time.perf_counter()
         if state.is_world_process_zero and self.path.exists():
-            kept = [line for line in read_log(self.path) if line["step"] <= state.global_step]
+            # A run that left no checkpoint is forgotten.
+            kept = [line for line in read_log(self.path) if line["step"] <= state.global_step and state.global_step]
             self.seconds_before = kept[-1]["seconds"] if kept else 0.0
             write_whole(self.path, "".join(json.dumps(line) + "\n" for line in kept))
 

@@ -1,0 +1,143 @@
+"""Cells of the benchmark and their files: one JSON file each, whole or not there, and refused where it is neither."""
+
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+
+PHASES = ("decode", "prefill", "memory", "groups")
+ALLOCATORS = ("default", "retained")
+# Read by glibc when a process starts: freed memory is kept, and large blocks come from it.
+RETAINED = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40), "MALLOC_TOP_PAD_": str(1 << 26)}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """
+    One measurement of several systems.
+
+    Attributes:
+        phase: `"decode"`, `"prefill"`, `"memory"` (each system in a process of its own) or `"groups"` (decoding by
+            layer group size).
+        prompt: tokens of a sequence that are cached, or prefilled.
+        batch: sequences.
+        dtype: of weights and cache.
+        allocator: `"default"`, or `"retained"`: glibc keeps freed memory.
+    """
+
+    phase: str
+    prompt: int
+    batch: int
+    dtype: str
+    allocator: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.phase}-{self.dtype}-b{self.batch}-t{self.prompt}-{self.allocator}"
+
+    def __str__(self) -> str:
+        return f"{self.phase}, {self.batch:,} x {self.prompt:,}, {self.dtype}, {self.allocator} allocation"
+
+
+class BrokenCellError(ValueError):
+    """A file that is no finished cell."""
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Writes a file that holds all of `content` or, after a crash, what it held before."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, partial = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            json.dump(content, file, indent=1)
+            file.write("\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(partial, 0o644)
+        os.replace(partial, path)
+    except BaseException:
+        os.unlink(partial)
+        raise
+
+
+def read_json(path: Path, *fields: str) -> dict[str, Any]:
+    """
+    Reads a file that must have these fields.
+
+    Raises:
+        BrokenCellError: it is not whole.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, UnicodeDecodeError) as error:
+        raise BrokenCellError(f"{path} is no JSON ({error}).") from error
+    missing = [field for field in fields if not isinstance(content, dict) or field not in content]
+    if missing:
+        raise BrokenCellError(f"{path} lacks {', '.join(missing)}.")
+    return content
+
+
+class Results:
+    """
+    What a folder holds of a benchmark.
+
+    Args:
+        folder: where the files are, or will be.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.machine_file = folder / "machine.json"
+
+    def path(self, cell: Cell) -> Path:
+        return self.folder / f"{cell.name}.json"
+
+    def read(self, cell: Cell) -> dict[str, dict]:
+        """
+        What was measured of the systems of a cell; nothing where there is no file.
+
+        Raises:
+            BrokenCellError: the file is not whole, or of another cell.
+        """
+        path = self.path(cell)
+        if not path.exists():
+            return {}
+        content = read_json(path, "cell", "systems")
+        if content["cell"] != asdict(cell):
+            raise BrokenCellError(f"{path} is of another cell, {content['cell']}.")
+        for name, result in content["systems"].items():
+            if "skipped" not in result and not result.get("seconds") and "peak" not in result:
+                raise BrokenCellError(f"{path} has nothing measured of {name}.")
+        return content["systems"]
+
+    def add(self, cell: Cell, environment: dict, systems: dict[str, dict]) -> None:
+        """Adds what was measured to the file of a cell."""
+        systems = {**self.read(cell), **systems}
+        write_json(self.path(cell), {"cell": asdict(cell), "environment": environment, "systems": systems})
+
+    def too_slow(self, cell: Cell, name: str) -> Cell | None:
+        """A cell that is no larger than this one and in which the system was left out for taking too long."""
+        for other, systems in self.cells():
+            same = (other.phase, other.dtype, other.allocator) == (cell.phase, cell.dtype, cell.allocator)
+            is_smaller = other.prompt <= cell.prompt and other.batch <= cell.batch and other != cell
+            if same and is_smaller and "first" in systems.get(name, {}) and "skipped" in systems[name]:
+                return other
+        return None
+
+    def cells(self) -> Iterator[tuple[Cell, dict[str, dict]]]:
+        """All cells, in the order of their phases and sizes."""
+        found = []
+        for path in self.folder.glob("*-*-b*-t*-*.json"):
+            try:
+                cell = Cell(**read_json(path, "cell", "systems")["cell"])
+            except TypeError as error:
+                raise BrokenCellError(f"{path} does not say which cell it is.") from error
+            if self.path(cell) != path:
+                raise BrokenCellError(f"{path} is of another cell, {cell}.")
+            found.append(cell)
+        for cell in sorted(found, key=lambda c: (PHASES.index(c.phase), c.dtype, c.allocator, c.prompt, c.batch)):
+            yield cell, self.read(cell)
