@@ -48,7 +48,7 @@ def compare(results: dict, text: str, variant: str, reference: str) -> Estimate 
 
 
 def table(results: dict, experiment: str, speed: dict[str, list[int]]) -> str:
-    """An experiment as a Markdown table; variants without a finished run are left out, and named below it."""
+    """An experiment as a Markdown table and its figure; variants without a finished run are named below the table."""
     _, variants = EXPERIMENTS[experiment]
     text = "wiki" if experiment == "transfer" else "sotu"
     reference = variants[0]
@@ -71,8 +71,11 @@ def table(results: dict, experiment: str, speed: dict[str, list[int]]) -> str:
             f"| {estimate([run['validation_loss'] for run in runs])} "
             f"| {difference if difference else '-'} | {f'± {half_width:.4f}' if half_width else '-'} |"
         )
-    note = f"\n\nNot run yet: {', '.join(missing)}." if missing else ""
-    return "\n".join(rows) + note
+    if missing:
+        rows += ["", f"Not run yet: {', '.join(missing)}."]
+    if len(missing) < len(variants):
+        rows += ["", f"![Validation loss over tokens](study/{experiment}.png)"]
+    return "\n".join(rows)
 
 
 def draw(results: dict, experiment: str, path: Path) -> None:
@@ -110,7 +113,8 @@ def write_report(folder: Path, docs: Path, console: Console) -> None:
     text = document.read_text(encoding="utf-8")
     for experiment in EXPERIMENTS:
         text = fill(text, experiment, table(results, experiment, speed))
-        draw(results, experiment, docs / "study" / f"{experiment}.png")
+        if any((result["text"] == "wiki") is (experiment == "transfer") for result in results.values()):
+            draw(results, experiment, docs / "study" / f"{experiment}.png")
     document.write_text(text, encoding="utf-8")
     console.print(f"{len(results)} results: tables in {document}, figures in {docs / 'study'}.")
 
