@@ -129,14 +129,17 @@ def choose_frequencies(
         energies: of components, mean over layers, [F, G], the strongest first.
         frequencies: radians a position, [F].
         rope_dim: channels that stay rotary, two a component.
-        length: distances over which the loss of a rotation counts, all alike.
+        length: distances over which the loss of a rotation counts, the more the nearer (as 1 / (1 + distance), for
+            attention is mostly near).
         by: `"energy"`: the strongest components; `"position"`: those whose part in scores would change most without
             rotation, energy x (1 - mean of cos(frequency x distance)).
     """
     worth = energies
     if by == "position":
         distances = torch.arange(length, dtype=torch.float64)
-        worth = energies * (1 - torch.outer(frequencies.double(), distances).cos().mean(1))[:, None]
+        nearness = 1 / (1 + distances)
+        cosines = torch.outer(frequencies.double(), distances).cos()
+        worth = energies * (1 - cosines @ (nearness / nearness.sum()))[:, None]
     kept = torch.zeros(worth.numel(), dtype=torch.bool)
     kept[worth.flatten().argsort(descending=True, stable=True)[: rope_dim // 2]] = True
     return kept.view_as(worth).sum(1)  # the strongest of each frequency, since they come first
@@ -336,7 +339,7 @@ class GQAPlan:
     rotary: str = "position"
     mix: bool = True
     norm_channels: bool = False
-    length: int = 512
+    length: int = 1024
 
     def check(self, theirs) -> None:
         """Raises a `ConversionError` if a source with the library config `theirs` cannot become this."""

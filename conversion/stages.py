@@ -144,7 +144,7 @@ def planned_config(theirs, latent: LatentStart, gate: GateStart) -> EGMLAConfig:
     Raises:
         ConversionError: the shape does not fit the source.
     """
-    plan = _shape(theirs, latent, gate, latent.width, WINDOW)
+    plan = _shape(theirs, latent, gate, latent.width)
     plan.check(theirs)
     counts = torch.zeros(theirs.head_dim // 2, dtype=torch.long)
     counts += plan.rope_dim // 2 // len(counts)
@@ -152,11 +152,11 @@ def planned_config(theirs, latent: LatentStart, gate: GateStart) -> EGMLAConfig:
     return mla_config(theirs, plan, counts)
 
 
-def _shape(theirs, latent: LatentStart, gate: GateStart, width: int, length: int) -> GQAPlan:
+def _shape(theirs, latent: LatentStart, gate: GateStart, width: int) -> GQAPlan:
     rope_dim = theirs.head_dim // 2 if latent.rope_dim is None else latent.rope_dim
     norm_channels = gate.kind != "none" and gate.norm == "layer_norm"
     by, mix = ("position", False) if latent.rotary == "heads" else (latent.rotary, True)
-    return GQAPlan(min(width, full_latent(theirs)), rope_dim, by, mix, norm_channels, length)
+    return GQAPlan(min(width, full_latent(theirs)), rope_dim, by, mix, norm_channels)
 
 
 @dataclass(frozen=True)
@@ -223,7 +223,7 @@ def start_from_llama(
         return build_model(mla_weights(factors, lambda name: torch.float32))
 
     whole, all_rotary = full_latent(theirs), theirs.num_key_value_heads * theirs.head_dim
-    widest = _shape(theirs, latent, GateStart(), whole, windows.shape[1])
+    widest = _shape(theirs, latent, GateStart(), whole)
     lossless = build(factorise(replace(widest, rope_dim=all_rotary)))
     exact, reference = (model(check_ids, use_cache=False).logits for model in (lossless, source))
     del lossless
@@ -234,7 +234,7 @@ def start_from_llama(
     kept, width = few_rotary.kept(), latent.width
     if width is None:
         width = 2 + int((kept < latent.energy).sum())
-    factors = factorise(_shape(theirs, latent, gate, width, windows.shape[1]))
+    factors = factorise(_shape(theirs, latent, gate, width))
     width = factors.plan.latent
     model = build(factors)
     norms = [layer.self_attn.kv_a_layernorm for layer in model.model.layers]
