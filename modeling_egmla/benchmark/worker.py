@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from transformers.cache_utils import Cache
 
 from ..configuration_egmla import EGMLAConfig
 from .cells import Cell, Results
@@ -173,17 +174,24 @@ def measure_apart(name: str, cell: Cell, job: Job, shape: Shape) -> None:
 def measure_memory(name: str, cell: Cell, job: Job, shape: Shape) -> None:
     """
     Memory of two steps of a system: `held` before them, the `peak` of the process while they run, and `transient`,
-    what of that is neither held before nor kept after.
+    what of that is neither held before nor kept after. Code is loaded by steps on a shorter cache before.
     """
     model = build_model(shape, name, getattr(torch, cell.dtype), job.device)
     ids = token_ids(cell.batch, cell.prompt + 2, model.config.vocab_size).to(job.device)
+
+    def decode(cache: Cache, *positions: int) -> None:
+        for at in positions:
+            model(ids[:, at : at + 1].long(), cache=cache, use_cache=True)
+
+    length = min(cell.prompt, 512)
+    decode(filled_cache(model, name, ids[:, :length]), length, length + 1)  # loads the code that is needed
     cache = filled_cache(model, name, ids[:, : cell.prompt])
+    before = sum(cache_bytes(cache).values())
     gc.collect()
     held = reset_peak(job.device)
-    for at in range(cell.prompt, cell.prompt + 2):
-        model(ids[:, at : at + 1].long(), cache=cache, use_cache=True)
+    decode(cache, cell.prompt, cell.prompt + 1)
     peak, kept = peak_bytes(job.device), cache_bytes(cache)
-    result = {"peak": peak, "held": held, "transient": max(0, peak - held - kept["workspace"])}
+    result = {"peak": peak, "held": held, "transient": max(0, peak - held - (sum(kept.values()) - before))}
     result |= {**weight_bytes(model), "cache": kept}
     Results(Path(job.folder)).add(cell, job.environment, {name: result})
 
