@@ -6,7 +6,7 @@ What data-parallel training costs a process, with gate tables whole or cut by co
 Each engine runs in processes of its own, all on this machine, over gloo: "ddp" and "fsdp" with whole tables,
 "ddp-columns" and "fsdp-columns" with cut ones. Bytes are what the loopback interface carried during a step, divided by
 the processes, so nothing else may use it; processor time, unlike the step's, leaves out waiting; peak memory is the
-largest resident set of any process. Ids are drawn from Zipf's law.
+largest resident set of any process. Ids are of real text.
 """
 
 import json
@@ -21,13 +21,13 @@ from typing import Annotated
 
 import torch
 import typer
-from decode import text_ids
 from torch import distributed as dist
 from torch import multiprocessing
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from modeling_egmla import EGMLAConfig, EGMLAForCausalLM
+from modeling_egmla.benchmark.text import token_ids
 from modeling_egmla.commands.common import console, format_bytes, plain_table
 from modeling_egmla.training import parallel
 
@@ -66,7 +66,9 @@ def work(rank, processes, port, engine, config, length, steps, folder):
     optimizer = torch.optim.AdamW([{"params": rest}, {"params": tables}], lr=1e-4, fused=True)
 
     rows = []
-    all_ids = text_ids(None, processes * (steps + 1), length).long().view(steps + 1, processes, 1, length)
+    all_ids = (
+        token_ids(processes * (steps + 1), length, config.vocab_size).long().view(steps + 1, processes, 1, length)
+    )
     for ids in all_ids[:, rank]:
         dist.barrier()
         carried, start, processor = loopback_bytes(), time.perf_counter(), time.process_time()

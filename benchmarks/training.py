@@ -8,8 +8,8 @@ Milliseconds a training step, EG-MLA beside the library's dense MLA and MHA at t
 Systems take turns step by step in one process; medians and ratios are printed. A step is the forward and backward
 pass and, apart, the optimizer's step. "lazy" moves only the table rows whose ids were in the batch (`SparseAdam` over
 sparse gradients, AdamW for the rest), which is another optimizer than AdamW: momentum moves no row that did not
-occur. Token ids are consecutive pieces of `--ids` (a saved 1-D tensor, real text), or drawn from Zipf's law. On a
-machine that others use too, `--clock cpu` with one thread counts the process's own time only.
+occur. Token ids are of real text. On a machine that others use too, `--clock cpu` with one thread counts the process's
+own time only.
 """
 
 import json
@@ -22,13 +22,22 @@ from typing import Annotated
 import torch
 import transformers
 import typer
-from decode import SHAPE, text_ids
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from modeling_egmla import EGMLAConfig, EGMLAForCausalLM
+from modeling_egmla.benchmark.text import token_ids
 from modeling_egmla.commands.common import console, format_bytes, plain_table
 
 
+# The paper's Base shape.
+SHAPE = {
+    "vocab_size": 50304,
+    "hidden_size": 768,
+    "intermediate_size": 1920,
+    "num_attention_heads": 12,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": True,
+}
 NAMES = {"egmla": "EG-MLA", "our-mla": "our MLA", "mla": "library's MLA", "mha": "library's MHA"}
 
 
@@ -100,12 +109,11 @@ def main(
     optimizers: Annotated[str, typer.Option(help="of fused, foreach, loop, lazy; empty: none")] = "fused",
     steps: int = 5,
     clock: Annotated[str, typer.Option(help="wall or cpu")] = "wall",
-    ids: Annotated[Path | None, typer.Option(help="saved 1-D tensor of token ids")] = None,
     output: Annotated[Path | None, typer.Option(help="where to write JSON")] = None,
 ) -> None:
     torch.manual_seed(0)
     shape = {**SHAPE, "num_hidden_layers": layers}
-    batch = text_ids(ids and str(ids), sequences, length).long()
+    batch = token_ids(sequences, length, shape["vocab_size"]).long()
     dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
     models = {name: build(name, shape, latent, table_width).to(dtype) for name in systems.split(",")}
 
