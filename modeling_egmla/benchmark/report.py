@@ -315,10 +315,15 @@ class Report:
                 for cell, systems in self.cells.items()
                 if (cell.phase, cell.dtype, cell.allocator) == (phase, dtype, allocator)
             }
-            ticks = [f"{cell.prompt:,}\n{cell.batch}" for cell in cells]
+            starts = {cell.prompt: x for x, cell in reversed(list(enumerate(cells)))}  # a curve for each prompt length
+            ticks = [
+                f"{c.batch}\n{c.prompt:,}" if starts[c.prompt] == x else f"{c.batch}" for x, c in enumerate(cells)
+            ]
             for name, colour in COLOURS.items():
                 points = []
-                for x, systems in enumerate(cells.values()):
+                for x, (cell, systems) in enumerate(cells.items()):
+                    if starts[cell.prompt] == x:
+                        points.append((x, float("nan")))
                     result = systems.get(name, {})
                     if what == "KV cache":
                         y = result["cache"]["filled"] if "cache" in result else None
@@ -333,7 +338,10 @@ class Report:
                 axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: format_bytes(value)))
             else:
                 axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-            axes.yaxis.set_minor_formatter(NullFormatter())
+            if phase == "decode":
+                axes.yaxis.set_minor_formatter(NullFormatter())
+            else:
+                axes.yaxis.set_minor_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
             axes.grid(color="0.92")
             axes.spines[["top", "right"]].set_visible(False)
         handles, labels = panels[1].get_legend_handles_labels()
@@ -341,7 +349,7 @@ class Report:
         machine = self.environment.get("cpu") or self.environment.get("device")
         figure.suptitle(
             f"{self.environment['preset'] or 'A shape of its own'}, {dtype}, {allocator} allocation, {machine}, "
-            f"{self.environment['threads']} threads; below: prompt, batch",
+            f"{self.environment['threads']} threads; below: batch, and prompt where it begins",
             x=0.01,
             ha="left",
         )
