@@ -734,10 +734,13 @@ def test_memory_stays_near_the_largest_tensor(tmp_path, dtype, options, largest_
             return int(re.search(rf"{kind}:\\s+(\\d+) kB", pathlib.Path("/proc/self/status").read_text())[1]) * 1024
         options = {"check": False, "max_shard_size": "30MB", **json.loads(sys.argv[3])}
         convert(source, target + "-first", **options)  # what the first use of torch and of the library takes
-        pathlib.Path("/proc/self/clear_refs").write_text("5")  # the peak so far, of imports, is forgotten
-        before = resident("VmRSS")
-        convert(source, target, **options)
-        print(resident("VmHWM") - before)
+        peaks = []
+        for attempt in range(3):  # what else is resident for a moment only adds, so the least is the conversion's own
+            pathlib.Path("/proc/self/clear_refs").write_text("5")  # the peak so far, of imports, is forgotten
+            before = resident("VmRSS")
+            convert(source, f"{target}-{attempt}", **options)
+            peaks.append(resident("VmHWM") - before)
+        print(min(peaks))
         """,
         tmp_path / "in",
         tmp_path / "out",

@@ -226,10 +226,10 @@ def distill(recipe_path: str | Path) -> dict[str, Any]:
         folder.mkdir(parents=True, exist_ok=True)
         log.path.unlink(missing_ok=True)
         teacher_loss = EGMLATrainer(model=teacher, **evaluation).evaluate()["eval_loss"]
-        start_loss = trainer.evaluate()["eval_loss"]
+        # Not by `evaluate` before: several processes would then train copies that are never synchronised.
+        arguments.eval_on_start = True
         if trainer.is_world_process_zero():
-            losses = {"teacher_validation_loss": teacher_loss, "initial_validation_loss": start_loss}
-            teacher_file.write_text(json.dumps(losses) + "\n", encoding="utf-8")
+            teacher_file.write_text(json.dumps({"teacher_validation_loss": teacher_loss}) + "\n", encoding="utf-8")
             kept_recipe.write_text(yaml.safe_dump(asdict(recipe), sort_keys=False), encoding="utf-8")
     if checkpoint is not None and is_finished(checkpoint, recipe.training):
         # Trainer would take one more step.
@@ -245,6 +245,7 @@ def distill(recipe_path: str | Path) -> dict[str, Any]:
     tokens = trainer.state.global_step * recipe.training.batch_tokens
     report = {
         **json.loads(teacher_file.read_text(encoding="utf-8")),
+        "initial_validation_loss": log.initial_validation_loss(),
         "validation_loss": metrics["eval_loss"],
         "validation_bits_per_byte": bits_per_byte(metrics["eval_loss"], metrics["eval_tokens"], validation_text),
         "validation_tokens": metrics["eval_tokens"],
