@@ -332,7 +332,8 @@ class Report:
                     points.append((x, y if y else float("nan")))
                 if points and any(y == y for _, y in points):
                     axes.plot(*zip(*points), color=colour, marker="o", markersize=4, label=label(name))
-            axes.set(yscale="log", title=what)
+            axes.set(title=what)
+            axes.set_yscale("log", base=2 if what == "KV cache" else 10)  # bytes in powers of two
             axes.set_xticks(range(len(ticks)), ticks, fontsize=7)
             if what == "KV cache":
                 axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: format_bytes(value)))
