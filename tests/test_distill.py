@@ -19,7 +19,8 @@ from modeling_egmla.conversion.converter import convert
 from modeling_egmla.conversion.stages import LatentStart
 from modeling_egmla.training import RecipeError
 from modeling_egmla.training import distill as room
-from modeling_egmla.training.distill import DistillationRecipe, DistillationTrainer, distill, load_distill_recipe
+from modeling_egmla.training.distill import DistillationRecipe, DistillationTrainer, DistillRecipe, distill
+from modeling_egmla.training.recipe import load_recipe
 from modeling_egmla.training.run import build_arguments
 
 
@@ -119,7 +120,7 @@ def test_stopped_run_goes_on_to_the_same_weights(recipe, tmp_path, monkeypatch):
 
 def make_trainer(recipe: dict, tmp_path: Path, student, teacher, **training) -> DistillationTrainer:
     recipe = {**recipe, "training": {**recipe["training"], **training}, "distillation": {"labels": 0.5}}
-    read = load_distill_recipe(write(recipe, tmp_path / "recipe.yaml"))
+    read = load_recipe(write(recipe, tmp_path / "recipe.yaml"), DistillRecipe)
     rows = torch.randint(0, 97, (8, 32), generator=torch.Generator().manual_seed(1))
     lengths = torch.tensor([32, 20, 30, 8, 32, 26, 12, 18])
     labels = rows.masked_fill(torch.arange(32) >= lengths[:, None], -100)
@@ -180,7 +181,7 @@ def test_losses_are_what_they_say():
 )
 def test_wrong_recipes_are_named(recipe, tmp_path, changes, message):
     with pytest.raises(RecipeError, match=message):
-        load_distill_recipe(write({**recipe, **changes}, tmp_path / "recipe.yaml"))
+        load_recipe(write({**recipe, **changes}, tmp_path / "recipe.yaml"), DistillRecipe)
 
 
 def test_pairs_that_cannot_be_compared(recipe, tmp_path):
@@ -194,11 +195,11 @@ def test_pairs_that_cannot_be_compared(recipe, tmp_path):
             distill(path)
     models = {**recipe["models"], "teacher": str(tmp_path / "deeper")}
     logits_only = {**recipe, "models": models, "distillation": {"hidden_states": 0}}
-    room.load_pair(load_distill_recipe(write(logits_only, tmp_path / "recipe.yaml")))
+    room.load_pair(load_recipe(write(logits_only, tmp_path / "recipe.yaml"), DistillRecipe))
     assert DistillationRecipe().temperature == 1
 
 
 def test_recipe_that_comes_along():
     """The recipe of the documents can be read."""
     path = files("modeling_egmla.configuration") / "recipes" / "distill-smollm2.yaml"
-    assert load_distill_recipe(path).distillation == DistillationRecipe()
+    assert load_recipe(path, DistillRecipe).distillation == DistillationRecipe()

@@ -10,6 +10,8 @@ import matplotlib.pyplot as plt
 from rich.console import Console
 from runs import EXPERIMENTS, SEEDS
 
+from modeling_egmla.conversion.folders import write_whole
+
 
 T_95 = {2: 12.71, 3: 4.303, 4: 3.182, 5: 2.776}  # Student's t, two-sided 95 %, by number of seeds
 
@@ -115,7 +117,7 @@ def write_report(folder: Path, docs: Path, console: Console) -> None:
         text = fill(text, experiment, table(results, experiment, speed))
         if any((result["text"] == "wiki") is (experiment == "transfer") for result in results.values()):
             draw(results, experiment, docs / "study" / f"{experiment}.png")
-    document.write_text(text, encoding="utf-8")
+    write_whole(document, text)
     console.print(f"{len(results)} results: tables in {document}, figures in {docs / 'study'}.")
 
 

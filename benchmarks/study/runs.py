@@ -11,6 +11,8 @@ from pathlib import Path
 
 import yaml
 
+from modeling_egmla.conversion.folders import write_whole
+
 
 VOCABULARY = 4096
 CONTEXT = 256
@@ -180,9 +182,7 @@ def write_result(run: Run, recipe: dict, folder: Path, results: Path) -> None:
         "recipe": recipe,
     }
     results.mkdir(parents=True, exist_ok=True)
-    partial = results / f".{run.name}.partial"
-    partial.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    partial.replace(results / f"{run.name}.json")
+    write_whole(results / f"{run.name}.json", json.dumps(result, indent=1) + "\n")
 
 
 def is_done(run: Run, folder: Path, results: Path, tokenizer: str) -> bool:

@@ -11,6 +11,7 @@ import transformers
 from runs import BATCH_TOKENS, CONTEXT, SHAPE, VARIANTS, VOCABULARY
 
 from modeling_egmla import EGMLAConfig, EGMLAForCausalLM
+from modeling_egmla.conversion.folders import write_whole
 
 
 def measure_speed(path: Path, repeats: int) -> None:
@@ -44,4 +45,4 @@ def measure_speed(path: Path, repeats: int) -> None:
         },
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    write_whole(path, json.dumps(result, indent=1) + "\n")

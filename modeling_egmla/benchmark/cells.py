@@ -1,12 +1,12 @@
 """Cells of the benchmark and their files: one JSON file each, whole or not there, and refused where it is neither."""
 
 import json
-import os
-import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from ..conversion.folders import write_whole
 
 
 PHASES = ("decode", "prefill", "memory", "groups")
@@ -49,19 +49,7 @@ class BrokenCellError(ValueError):
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Writes a file that holds all of `content` or, after a crash, what it held before."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, partial = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(content, file, indent=1)
-            file.write("\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(partial, 0o644)
-        os.replace(partial, path)
-    except BaseException:
-        os.unlink(partial)
-        raise
+    write_whole(path, json.dumps(content, indent=1) + "\n")
 
 
 def read_json(path: Path, *fields: str) -> dict[str, Any]:

@@ -20,9 +20,10 @@ from huggingface_hub.dataclasses import strict
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, TrainerState, default_data_collator
 from transformers.trainer_utils import get_last_checkpoint
 
+from ..conversion.folders import write_whole
 from ..modeling_egmla import EGMLAForCausalLM
 from .data import bits_per_byte, load_documents, pack_documents, split_documents
-from .recipe import DataRecipe, GateTablesRecipe, RecipeError, TrainingRecipe, positive, read_section
+from .recipe import DataRecipe, GateTablesRecipe, RecipeError, TrainingRecipe, load_recipe, positive
 from .run import build_arguments, check_same_run, is_finished
 from .trainer import EGMLATrainer, JSONLinesLog, mean_token_loss, token_losses
 
@@ -134,20 +135,6 @@ def state_errors(states: tuple[torch.Tensor, ...], target: tuple[torch.Tensor, .
     return torch.stack(errors).mean(0)
 
 
-def load_distill_recipe(path: str | Path) -> DistillRecipe:
-    """
-    Reads a recipe from a YAML file.
-
-    Raises:
-        RecipeError: the file is not YAML, or a key is unknown, missing or wrong; the message names it.
-    """
-    try:
-        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        raise RecipeError(f"{path} is not YAML: {error}") from error
-    return read_section(DistillRecipe, values)
-
-
 def load_pair(recipe: DistillRecipe) -> tuple[EGMLAForCausalLM, PreTrainedModel]:
     """
     Loads student and teacher, in float32.
@@ -184,12 +171,12 @@ def distill(recipe_path: str | Path) -> dict[str, Any]:
     Raises:
         RecipeError: the recipe is wrong, or the output folder belongs to another one.
     """
-    recipe = load_distill_recipe(recipe_path)
+    recipe = load_recipe(recipe_path, DistillRecipe)
     arguments = build_arguments(recipe.training, recipe.data.sequence_length)
     folder = Path(recipe.training.output_dir)
     kept_recipe = folder / "recipe.yaml"
     if kept_recipe.exists():
-        check_same_run(load_distill_recipe(kept_recipe), recipe)
+        check_same_run(load_recipe(kept_recipe, DistillRecipe), recipe)
 
     student, teacher = load_pair(recipe)
     tokenizer = AutoTokenizer.from_pretrained(recipe.models.student)
@@ -229,8 +216,8 @@ def distill(recipe_path: str | Path) -> dict[str, Any]:
         # Not by `evaluate` before: several processes would then train copies that are never synchronised.
         arguments.eval_on_start = True
         if trainer.is_world_process_zero():
-            teacher_file.write_text(json.dumps({"teacher_validation_loss": teacher_loss}) + "\n", encoding="utf-8")
-            kept_recipe.write_text(yaml.safe_dump(asdict(recipe), sort_keys=False), encoding="utf-8")
+            write_whole(teacher_file, json.dumps({"teacher_validation_loss": teacher_loss}) + "\n")
+            write_whole(kept_recipe, yaml.safe_dump(asdict(recipe), sort_keys=False))
     if checkpoint is not None and is_finished(checkpoint, recipe.training):
         # Trainer would take one more step.
         trainer.state = TrainerState.load_from_json(os.path.join(checkpoint, "trainer_state.json"))
@@ -260,5 +247,5 @@ def distill(recipe_path: str | Path) -> dict[str, Any]:
     if trainer.is_world_process_zero():
         model.to(getattr(torch, recipe.training.save_dtype)).save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-        (folder / "training.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        write_whole(folder / "training.json", json.dumps(report, indent=2) + "\n")
     return report

@@ -220,9 +220,9 @@ def read_section(section_class: type, values: Any, name: str = "") -> Any:
         raise RecipeError(f"In `{name or 'recipe'}`: {error}") from None
 
 
-def load_recipe(path: str | Path) -> Recipe:
+def load_recipe(path: str | Path, recipe_class: type = Recipe) -> Any:
     """
-    Reads a recipe from a YAML file.
+    Reads a recipe, of training or of another class, from a YAML file.
 
     Raises:
         RecipeError: the file is not YAML, or a key is unknown, missing or wrong; the message names it.
@@ -231,4 +231,4 @@ def load_recipe(path: str | Path) -> Recipe:
         values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except yaml.YAMLError as error:
         raise RecipeError(f"{path} is not YAML: {error}") from error
-    return read_section(Recipe, values)
+    return read_section(recipe_class, values)
