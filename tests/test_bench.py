@@ -257,7 +257,7 @@ def test_files_are_whole_or_not_there(tmp_path, monkeypatch):
     """A crash while a cell is written leaves the old file, and no other."""
     results = Results(tmp_path)
     results.add(CELL, {}, {"mha": {"seconds": [1.0]}})
-    monkeypatch.setattr(os, "fsync", lambda handle: (_ for _ in ()).throw(OSError("disk full")))
+    monkeypatch.setattr(os, "replace", lambda *paths: (_ for _ in ()).throw(OSError("disk full")))
     with pytest.raises(OSError, match="disk full"):
         results.add(CELL, {}, {"mla": {"seconds": [2.0]}})
     assert list(results.read(CELL)) == ["mha"] and len(list(tmp_path.iterdir())) == 1

@@ -211,7 +211,6 @@ def distill(recipe_path: str | Path) -> dict[str, Any]:
     checkpoint = get_last_checkpoint(folder) if folder.is_dir() else None
     if checkpoint is None:
         folder.mkdir(parents=True, exist_ok=True)
-        log.path.unlink(missing_ok=True)
         teacher_loss = EGMLATrainer(model=teacher, **evaluation).evaluate()["eval_loss"]
         # Not by `evaluate` before: several processes would then train copies that are never synchronised.
         arguments.eval_on_start = True
