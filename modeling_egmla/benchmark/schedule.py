@@ -19,7 +19,7 @@ from ..configuration.presets import PRESETS
 from ..configuration_egmla import EGMLAConfig
 from ..version import __version__
 from .cells import RETAINED, BrokenCellError, Cell, Results, read_json, write_json
-from .floor import Rates, measure_rates
+from .floor import measure_rates
 from .systems import Shape, estimated_bytes
 from .worker import Job
 
@@ -111,11 +111,6 @@ def open_results(
         rates = measure_rates(device, dtypes)
         write_json(results.machine_file, {"environment": environment, "rates": rates.to_dict()})
     return results
-
-
-def read_rates(results: Results) -> Rates:
-    """The rates of the machine that the results are of."""
-    return Rates(**read_json(results.machine_file, "environment", "rates")["rates"])
 
 
 def run_missing(

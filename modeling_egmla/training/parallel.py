@@ -136,11 +136,6 @@ def shard_gate_tables(model: nn.Module, mesh: DeviceMesh | None = None) -> None:
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
 
 
-def has_sharded_tables(model: nn.Module) -> bool:
-    """Whether [`shard_gate_tables`] has cut this model's gate tables."""
-    return any(isinstance(module, ShardedEmbedding) for module in model.modules())
-
-
 def shard_model(model: nn.Module, mesh: DeviceMesh, **options) -> nn.Module:
     """
     Shards parameters, gradients and optimizer state by FSDP2: each gate table is a unit of its own, each decoder layer
