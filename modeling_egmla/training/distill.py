@@ -6,7 +6,6 @@ hidden states behind each of its layers (squared error over squared length) and 
 """
 
 import json
-import os
 import shlex
 import sys
 from dataclasses import asdict, dataclass, field
@@ -17,14 +16,13 @@ import torch
 import torch.nn.functional as F
 import yaml
 from huggingface_hub.dataclasses import strict
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, TrainerState, default_data_collator
+from transformers import AutoModelForCausalLM, PreTrainedModel, default_data_collator
 from transformers.trainer_utils import get_last_checkpoint
 
 from ..conversion.folders import write_whole
 from ..modeling_egmla import EGMLAForCausalLM
-from .data import bits_per_byte, load_documents, pack_documents, split_documents
 from .recipe import DataRecipe, GateTablesRecipe, RecipeError, TrainingRecipe, load_recipe, positive
-from .run import build_arguments, check_same_run, is_finished
+from .run import build_arguments, check_same_run, load_text, load_tokenizer, losses, train_to_the_end
 from .trainer import EGMLATrainer, JSONLinesLog, mean_token_loss, token_losses
 
 
@@ -179,19 +177,14 @@ def distill(recipe_path: str | Path) -> dict[str, Any]:
         check_same_run(load_recipe(kept_recipe, DistillRecipe), recipe)
 
     student, teacher = load_pair(recipe)
-    tokenizer = AutoTokenizer.from_pretrained(recipe.models.student)
-    if tokenizer.eos_token_id is None:
-        raise RecipeError("`models.student`: its tokenizer has no eos token to put between documents.")
+    tokenizer = load_tokenizer(recipe.models.student, key="models.student")
     with arguments.main_process_first():
-        train_text, validation_text = split_documents(load_documents(recipe.data), recipe.data.validation_share)
-        length = recipe.data.sequence_length
-        train_blocks = pack_documents(train_text, tokenizer, length, keep_all=False)
-        validation_blocks = pack_documents(validation_text, tokenizer, length, keep_all=True)
+        text = load_text(recipe.data, recipe.training.seed, tokenizer)
 
     use_cache, generation = student.config.use_cache, student.generation_config
     evaluation = {
         "args": arguments,
-        "eval_dataset": validation_blocks,
+        "eval_dataset": text.validation_blocks,
         "data_collator": default_data_collator,
         "compute_metrics": mean_token_loss,
         "preprocess_logits_for_metrics": token_losses,
@@ -199,7 +192,7 @@ def distill(recipe_path: str | Path) -> dict[str, Any]:
     log = JSONLinesLog(folder / "log.jsonl")
     trainer = DistillationTrainer(
         model=student,
-        train_dataset=train_blocks,
+        train_dataset=text.train_blocks,
         processing_class=tokenizer,
         callbacks=[log],
         gate_tables=recipe.gate_tables,
@@ -217,32 +210,25 @@ def distill(recipe_path: str | Path) -> dict[str, Any]:
         if trainer.is_world_process_zero():
             write_whole(teacher_file, json.dumps({"teacher_validation_loss": teacher_loss}) + "\n")
             write_whole(kept_recipe, yaml.safe_dump(asdict(recipe), sort_keys=False))
-    if checkpoint is not None and is_finished(checkpoint, recipe.training):
-        # Trainer would take one more step.
-        trainer.state = TrainerState.load_from_json(os.path.join(checkpoint, "trainer_state.json"))
-        trainer.model.load_state_dict(EGMLAForCausalLM.from_pretrained(checkpoint).state_dict())
-        log.on_train_begin(arguments, trainer.state, trainer.control)
-    else:
-        trainer.train(resume_from_checkpoint=checkpoint)
+    train_to_the_end(trainer, log, recipe.training, checkpoint)
 
     metrics, seconds = trainer.evaluate(), log.seconds
     model = trainer.accelerator.unwrap_model(trainer.model)
     model.config.use_cache, model.generation_config = use_cache, generation
-    tokens = trainer.state.global_step * recipe.training.batch_tokens
+    steps = trainer.state.global_step
     report = {
         **json.loads(teacher_file.read_text(encoding="utf-8")),
         "initial_validation_loss": log.initial_validation_loss(),
-        "validation_loss": metrics["eval_loss"],
-        "validation_bits_per_byte": bits_per_byte(metrics["eval_loss"], metrics["eval_tokens"], validation_text),
-        "validation_tokens": metrics["eval_tokens"],
-        "steps": trainer.state.global_step,
-        "tokens_seen": tokens,
-        "passes": tokens / (len(train_blocks) * length),
+        **losses(text, metrics, model.config.vocab_size),
+        "steps": steps,
+        "tokens_seen": steps * recipe.training.batch_tokens,
         "parameters": model.num_parameters(),
         "seed": recipe.training.seed,
         "seconds": seconds,
         "command": shlex.join(["egmla", *sys.argv[1:]]),
     }
+    if not recipe.data.streaming:
+        report["passes"] = report["tokens_seen"] / (len(text.train_blocks) * recipe.data.sequence_length)
     if trainer.is_world_process_zero():
         model.to(getattr(torch, recipe.training.save_dtype)).save_pretrained(folder)
         tokenizer.save_pretrained(folder)

