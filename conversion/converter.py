@@ -433,7 +433,7 @@ def _tell_latent(made: LlamaStart) -> str:
 
 
 def _check_rise(stages: dict[str, TextScore], max_rise: float | None) -> None:
-    """Raises if the loss rose by more than `max_rise` from the first stage to the last."""
+    """Raises if the loss rose by more than `max_rise` from the first stage to the last, which is what is written."""
     if max_rise is None:
         return
     if len(stages) < 2:
@@ -443,7 +443,8 @@ def _check_rise(stages: dict[str, TextScore], max_rise: float | None) -> None:
         told = "; ".join(f"{score.loss:.4f} {stage}" for stage, score in stages.items())
         raise CheckFailed(
             f"The loss on held-out text rises by {last.loss - first.loss:.4f} nats a token, above --max-rise "
-            f"{max_rise:g} ({told}). Nothing was written. A wider latent or more rotary channels cost less."
+            f"{max_rise:g} ({told}). Nothing was written. A wider latent and more rotary channels cost less, a gate "
+            "without LayerNorm (--gate-norm none) nothing."
         )
 
 

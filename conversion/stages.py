@@ -129,11 +129,14 @@ def start_gate(
     fitted = with_gate(weights, gate.kind, gate.dim, gate.norm, bases=bases, fitted=fit_norms(model, gated, fit_on))
     stages["neutral gate, LayerNorm as it is initialised"] = score(naive)
     stages["change of basis"] = before = score(gated)
-    stages["LayerNorm fitted"] = after = score(fitted)
+    after = score(fitted)
     if after.divergence > before.divergence:
-        notes.append("the fitted LayerNorm was no better on held-out text and was not used")
+        notes.append(
+            "the fitted LayerNorm was no better on held-out text and was not used: divergence "
+            f"{after.divergence:.2g} nats a token, {before.divergence:.2g} without"
+        )
         return gated, stages
-    return fitted, stages
+    return fitted, {**stages, "LayerNorm fitted": after}
 
 
 def planned_config(theirs, latent: LatentStart, gate: GateStart) -> EGMLAConfig:

@@ -88,7 +88,7 @@ class EGMLAGatePlacement:
         with tables_left_out():
             loaded = super().from_pretrained(pretrained_model_name_or_path, *model_args, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
-        names = ("revision", "subfolder", "cache_dir", "token", "local_files_only")
+        names = ("revision", "variant", "subfolder", "cache_dir", "token", "local_files_only")
         download = {name: kwargs[name] for name in names if kwargs.get(name) is not None}
         model._place_kv_gates(**{"checkpoint": pretrained_model_name_or_path, **kv_gates}, download=download)
         return loaded

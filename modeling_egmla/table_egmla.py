@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers.modeling_utils import _add_variant
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file, logging
 
 
@@ -168,7 +169,7 @@ def write_tables(
         offset = end
     encoded = json.dumps(header).encode()
     encoded += b" " * (-len(encoded) % 8)
-    partial = f"{path}.partial"
+    partial = f"{path}.{os.getpid()}.partial"  # of its own, should two processes write the same file
     try:
         with open(partial, "wb") as file:
             file.write(len(encoded).to_bytes(8, "little") + encoded)
@@ -182,12 +183,13 @@ def write_tables(
             os.remove(partial)
 
 
-def find_tables(checkpoint: str, suffix: str, **download) -> dict[int, tuple[str, str]]:
+def find_tables(checkpoint: str, suffix: str, variant: str | None = None, **download) -> dict[int, tuple[str, str]]:
     """
     File and name of the tensor `layers.N.SUFFIX` of every layer N of a checkpoint.
 
     Args:
         checkpoint: folder or Hub id, with `model.safetensors` or an index of its shards.
+        variant: which of its files, as in `model.VARIANT.safetensors`.
         download: which version of it: `revision`, `subfolder`, `cache_dir`, `token`, `local_files_only`.
 
     Raises:
@@ -199,15 +201,16 @@ def find_tables(checkpoint: str, suffix: str, **download) -> dict[int, tuple[str
             return None
         return cached_file(checkpoint, name, _raise_exceptions_for_missing_entries=False, **download)
 
-    if path := file_of(SAFE_WEIGHTS_NAME):
+    weights_name = _add_variant(SAFE_WEIGHTS_NAME, variant)
+    if path := file_of(weights_name):
         files = dict.fromkeys(read_header(path)[0], path)
-    elif path := file_of(SAFE_WEIGHTS_INDEX_NAME):
+    elif path := file_of(_add_variant(SAFE_WEIGHTS_INDEX_NAME, variant)):
         with open(path) as index:
             shards = json.load(index)["weight_map"]
         files = {name: file_of(shard) for name, shard in shards.items() if name.endswith(suffix)}
     else:
         raise ValueError(
-            f"{checkpoint or 'The model was not loaded from a folder, which'} has no {SAFE_WEIGHTS_NAME}, from which "
+            f"{checkpoint or 'The model was not loaded from a folder, which'} has no {weights_name}, from which "
             "tables could be read: save the model with `save_pretrained(folder)`, and name the folder as `checkpoint`."
         )
     pattern = re.compile(rf"(?:^|\.)layers\.(\d+)\.{re.escape(suffix)}$")

@@ -410,6 +410,20 @@ def test_gate_with_norm_comes_nearer_with_each_stage(tmp_path):
     ]
 
 
+def test_rise_is_that_of_what_is_written(tmp_path):
+    """A fit that text too short made worse is neither written, nor the last stage, nor what --max-rise judges."""
+    tiny_model(kv_gate="none").save_pretrained(tmp_path / "mla")
+    calibration = torch.randint(0, 97, (3, 12), generator=torch.Generator().manual_seed(0))
+    settings = {"gate": "multiply", "gate_dim": 12, "calibration": calibration}
+    report = convert(tmp_path / "mla", tmp_path / "out", **settings)
+    source, *_, written = (score.loss for score in report.stages.values())
+    assert list(report.stages)[-1] == "change of basis" and written > source
+    assert any("was no better on held-out text and was not used" in note for note in report.notes)
+    convert(tmp_path / "mla", tmp_path / "passes", max_rise=written - source + 1e-6, **settings)
+    with pytest.raises(CheckFailed, match="above --max-rise"):
+        convert(tmp_path / "mla", tmp_path / "fails", max_rise=written - source - 1e-6, **settings)
+
+
 def test_calibration_text_goes_through_the_tokenizer(tmp_path):
     """`calibration` takes a text file and the source's own tokenizer."""
     tiny_model(kv_gate="none").save_pretrained(tmp_path / "mla")

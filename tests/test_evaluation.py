@@ -21,8 +21,9 @@ from modeling_egmla.evaluation import (
     text_perplexity,
 )
 from modeling_egmla.evaluation.harness import load_tasks
+from modeling_egmla.evaluation.perplexity import TextPerplexity
 from modeling_egmla.evaluation.report import mean_name, paper_table, plot_results, task_table
-from modeling_egmla.evaluation.suite import paper_results
+from modeling_egmla.evaluation.suite import paper_results, perplexity_entry
 from modeling_egmla.training.data import is_validation
 
 
@@ -250,6 +251,15 @@ def test_perplexity_without_overlap_is_the_harness(model, tokenizer):
     assert ours.word_perplexity == pytest.approx(results["word_perplexity"], rel=1e-5)
     assert ours.byte_perplexity == pytest.approx(results["byte_perplexity"], rel=1e-5)
     assert ours.bits_per_byte == pytest.approx(results["bits_per_byte"], rel=1e-5)
+
+
+def test_text_without_words_has_no_perplexity_of_words():
+    """A script without spaces has words whose perplexity no float holds, white space has none: no crash at the end."""
+    counts = {"tokens": 100, "bytes": 300, "documents": 1, "context": 8, "stride": 8}
+    for words in (0, 1):
+        result = TextPerplexity(nats=900.0, words=words, **counts)
+        assert result.word_perplexity is None and result.token_perplexity == pytest.approx(math.exp(9))
+        assert json.dumps(perplexity_entry(result), allow_nan=False)
 
 
 @pytest.mark.parametrize(

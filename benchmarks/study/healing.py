@@ -44,24 +44,27 @@ def fit_parity(curve: list[list[float]], teacher_loss: float, seed: int = 0) -> 
     """
     Fits `gap = a * tokens ** -b` to a healing curve by least squares of logarithms, and solves it for `PARITY`.
 
-    The interval takes the residuals as normal and independent: the 2.5th and 97.5th of a hundred draws of (a, b); a
-    draw whose gap does not fall counts as never. None where fewer than three points lie above the teacher.
+    The interval takes the residuals as normal and independent with a variance that is estimated: the 2.5th and 97.5th
+    of a hundred draws of (log a, b) from Student's distribution; a draw whose gap does not fall counts as never. None
+    where fewer than four points are there, or one is no worse than the teacher, whose gap has no logarithm.
 
     Args:
         curve: pairs of tokens seen and validation loss; the start, at zero tokens, is not fitted.
         teacher_loss: on the same text.
         seed: of the draws.
     """
-    points = [(tokens, loss - teacher_loss) for tokens, loss in curve if tokens > 0 and loss > teacher_loss]
-    if len(points) < 3:
+    points = [(tokens, loss - teacher_loss) for tokens, loss in curve if tokens > 0]
+    if len(points) < 4 or min(gap for _, gap in points) <= 0:
         return None
     log_tokens, log_gap = np.log(np.array(points)).T
     design = np.stack((np.ones_like(log_tokens), -log_tokens), axis=1)
     solution, _, _, _ = np.linalg.lstsq(design, log_gap, rcond=None)
     residuals = log_gap - design @ solution
-    variance = residuals @ residuals / (len(points) - 2)
-    covariance = variance * np.linalg.inv(design.T @ design)
-    draws = np.random.default_rng(seed).multivariate_normal(solution, covariance, size=DRAWS)
+    freedom = len(points) - 2
+    covariance = residuals @ residuals / freedom * np.linalg.inv(design.T @ design)
+    rng = np.random.default_rng(seed)
+    spread = np.sqrt(freedom / rng.chisquare(freedom, size=(DRAWS, 1)))
+    draws = solution + rng.multivariate_normal(np.zeros(2), covariance, size=DRAWS) * spread
 
     def tokens(log_a: np.ndarray, b: np.ndarray) -> np.ndarray:
         exponent = np.divide(log_a - math.log(PARITY), b, out=np.full_like(b, np.inf), where=b > 0)
@@ -122,7 +125,7 @@ def healing_table(results: dict) -> str:
         rate = (middle[1] - after) / (curve[-1][0] - middle[0]) * 1e6
         rows.append(
             f"| {width} | {count(result['tokens_seen'])} | {teacher:.4f} | {before:.4f} | {after:.4f} "
-            f"| {(before - after) / (before - teacher):.0%} | {rate:.3f} | {fit_parity(curve, teacher)} |"
+            f"| {(before - after) / (before - teacher):.0%} | {rate:.3f} | {fit_parity(curve, teacher) or 'no fit'} |"
         )
     if not found:
         return "Not run yet."

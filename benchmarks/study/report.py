@@ -87,13 +87,14 @@ def draw(results: dict, experiment: str, path: Path) -> None:
     figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
     for variant in variants:
         curves = [
-            results[text, variant, seed]["validation_loss_over_tokens"]
+            dict(results[text, variant, seed]["validation_loss_over_tokens"])
             for seed in SEEDS
             if (text, variant, seed) in results
         ]
         if curves:
-            tokens = [point[0] / 1e6 for point in curves[0]]
-            losses = [[point[1] for point in points] for points in zip(*curves)]
+            measured = sorted(set.intersection(*map(set, curves)))
+            tokens = [count / 1e6 for count in measured]
+            losses = [[curve[count] for curve in curves] for count in measured]
             means = [statistics.fmean(values) for values in losses]
             (line,) = axes.plot(tokens, means, label=f"{variant} ({len(curves)})")
             lows, highs = [min(values) for values in losses], [max(values) for values in losses]

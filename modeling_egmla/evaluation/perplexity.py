@@ -38,8 +38,12 @@ class TextPerplexity:
         return math.exp(self.nats / self.tokens)
 
     @property
-    def word_perplexity(self) -> float:
-        return math.exp(self.nats / self.words)
+    def word_perplexity(self) -> float | None:
+        """None without words, and beyond what a float holds: scripts without spaces have words of whole lines."""
+        try:
+            return math.exp(self.nats / self.words)
+        except (OverflowError, ZeroDivisionError):
+            return None
 
     @property
     def byte_perplexity(self) -> float:

@@ -157,7 +157,7 @@ def _open_results(path: Path, identity: dict[str, Any]) -> dict[str, Any]:
 def _load(name: str, shots: int) -> dict:
     try:
         return load_tasks([name], shots)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError) as error:  # the last: datasets that are scripts
         raise UnavailableError(" ".join(str(error).split())) from error
 
 
@@ -205,7 +205,7 @@ def _run_climbmix(model, tokenizer, limit: int | None, batch_size: int) -> dict[
     limit = data.validation_documents if limit is None else min(limit, data.validation_documents)
     try:
         texts = held_out_documents(load_documents(data, seed), data.validation_share, limit)["text"]
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError) as error:
         raise UnavailableError(" ".join(str(error).split())) from error
     return {
         "source": (
