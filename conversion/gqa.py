@@ -417,6 +417,7 @@ class GQAFactors:
             energies, llama_frequencies(theirs), plan.rope_dim, plan.length, by=plan.rotary
         )
         self.joint = lru_cache(maxsize=1)(self._joint)
+        self.shares: dict[int, torch.Tensor] = {}
 
     def layer(self, layer: int) -> GQALayer:
         return GQALayer.read(self.weights, layer, self.theirs.head_dim)
@@ -426,10 +427,16 @@ class GQAFactors:
 
     def kept(self) -> torch.Tensor:
         """Share of the weighted energy that factors of rank 1, 2, ... keep, mean over layers."""
-        return torch.stack([self._joint(layer).kept() for layer in range(len(self.inputs))]).mean(0)
+        layers = range(len(self.inputs))
+        for layer in layers:
+            if layer not in self.shares:
+                self.joint(layer)
+        return torch.stack([self.shares[layer] for layer in layers]).mean(0)
 
     def _joint(self, layer: int) -> JointFactors:
-        return JointFactors(self.layer(layer), self.split(layer).rest_keys, self.inputs[layer])
+        joint = JointFactors(self.layer(layer), self.split(layer).rest_keys, self.inputs[layer])
+        self.shares[layer] = joint.kept()
+        return joint
 
 
 def mla_weights(factors: GQAFactors, dtype: Callable[[str], torch.dtype]) -> Weights:

@@ -250,7 +250,8 @@ def start_from_llama(
 
     weights = mla_weights(factors, dtype)
     if gate.kind != "none":
-        wide = mla_weights(factors, lambda name: torch.float32)
+        state = model.state_dict()  # the factors once more would give the same, and take their time
+        wide = Weights(model.config, state.__getitem__, lambda name: torch.float32)
         neutral = with_gate(wide, gate.kind, gate.dim, gate.norm)
         fitted = None
         if gate.norm == "layer_norm":
