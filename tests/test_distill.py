@@ -11,6 +11,7 @@ import yaml
 from conftest import tiny_model
 from safetensors.torch import load_file
 from test_gqa import CALIBRATION, tiny_llama
+from test_parallel_training import run_on
 from tiny_export import tiny_tokenizer
 from transformers import TrainerCallback, default_data_collator
 
@@ -20,6 +21,7 @@ from modeling_egmla.conversion.stages import LatentStart
 from modeling_egmla.training import RecipeError
 from modeling_egmla.training import distill as room
 from modeling_egmla.training.distill import DistillationRecipe, DistillationTrainer, DistillRecipe, distill
+from modeling_egmla.training.log import read_log
 from modeling_egmla.training.recipe import load_recipe
 from modeling_egmla.training.run import build_arguments
 
@@ -157,13 +159,45 @@ def test_accumulation_changes_nothing(recipe, pair, tmp_path):
     assert moved < 1e-6 < 1e-4 < max((start[name] - value).abs().max() for name, value in ends[1].items())
 
 
+@pytest.mark.slow  # starts two processes
+def test_two_processes_distill_as_one(recipe, tmp_path):
+    """Under plain SGD, whose step shows a gradient's size, two processes end with the weights and the log of one."""
+    ends, logs = [], []
+    recipe["training"].update(learning_rate=0.003, max_grad_norm=1e9, logging_steps=3)
+    recipe["training"]["arguments"] = {"disable_tqdm": True, "optim": "sgd", "use_cpu": True}
+    for processes in (1, 2):
+        recipe["training"]["output_dir"] = str(tmp_path / str(processes))
+        path = write(recipe, tmp_path / "recipe.yaml")
+        distill(path) if processes == 1 else run_on(processes, distill, path)
+        ends.append(load_file(tmp_path / str(processes) / "model.safetensors"))
+        logs.append([line for line in read_log(tmp_path / str(processes) / "log.jsonl") if "loss" in line])
+    for name, weight in ends[0].items():
+        torch.testing.assert_close(ends[1][name], weight, atol=1e-6, rtol=0, msg=name)
+    for key in ("loss", "grad_norm", "loss_logits", "loss_hidden_states"):
+        assert [line[key] for line in logs[1]] == pytest.approx([line[key] for line in logs[0]], rel=1e-4), key
+
+
+def test_logged_parts_add_up(recipe, pair, tmp_path):
+    """At each log the losses of its own, weighted, are the loss, also where an epoch ends within an accumulation."""
+    student = EGMLAForCausalLM.from_pretrained(pair / "student")
+    settings = {"sequences_per_device": 1, "batch_tokens": 96, "steps": 7, "logging_steps": 2}
+    arguments = {"eval_strategy": "no"}
+    trainer = make_trainer(recipe, tmp_path, student, tiny_llama(), **settings, arguments=arguments)
+    trainer.train()  # eight sequences, three a step: the third step of an epoch has two
+    lines = [line for line in trainer.state.log_history if "loss" in line]
+    assert [line["step"] for line in lines] == [2, 4, 6]
+    for line in lines:
+        total = line["loss_logits"] + line["loss_hidden_states"] + 0.5 * line["loss_labels"]
+        assert total == pytest.approx(line["loss"], rel=1e-4)
+
+
 def test_equal_models_have_no_loss(recipe, tmp_path):
     """A student that is its teacher has neither divergence nor errors, and the text's loss is the library's."""
     model, same = tiny_model(), tiny_model()
     trainer = make_trainer(recipe, tmp_path, model.train(), same, arguments={"eval_strategy": "no"})
     inputs = default_data_collator([trainer.train_dataset[i] for i in range(4)])
     total = trainer.compute_loss(model, inputs)
-    assert trainer.parts["logits"][0] < 1e-6 and trainer.parts["hidden_states"][0] < 1e-9
+    assert trainer.parts["logits"] < 1e-6 and trainer.parts["hidden_states"] < 1e-9
     torch.testing.assert_close(total, 0.5 * model(**inputs).loss)
 
 

@@ -79,7 +79,8 @@ class DistillationTrainer(EGMLATrainer):
         super().__init__(*args, **kwargs)
         self.teacher = teacher.to(self.args.device).eval().requires_grad_(False)
         self.distillation = distillation
-        self.parts: dict[str, list[float]] = {}
+        self.parts: dict[str, torch.Tensor] = {}  # sums since the last log, which was at `parts_since` steps
+        self.parts_since = 0
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """The weighted sum of the losses, each a mean over predicted tokens of the whole batch."""
@@ -104,16 +105,22 @@ class DistillationTrainer(EGMLATrainer):
             losses["hidden_states"] = errors[:, :-1][predicted].sum() / count
         if weights.labels:
             losses["labels"] = token_losses(outputs.logits, inputs["labels"]).sum() / count
+        if num_items_in_batch is not None and self.args.average_tokens_across_devices:
+            # The tokens of all processes were counted, and gradients are averaged over processes.
+            losses = {name: loss * self.accelerator.num_processes for name, loss in losses.items()}
+        if not self.parts:
+            self.parts_since = self.state.global_step
         for name, loss in losses.items():
-            self.parts.setdefault(name, []).append(loss.item())
+            self.parts[name] = self.parts.get(name, 0.0) + loss.detach()
         total = sum(getattr(weights, name) * loss for name, loss in losses.items())
         return (total, outputs) if return_outputs else total
 
     def log(self, logs, *args, **kwargs):
-        """As the library's, with each loss of its own since the last time."""
+        """As the library's, with the mean of each loss of its own over the steps since the last time."""
         if "loss" in logs:
-            steps = self.args.gradient_accumulation_steps
-            logs = {**logs, **{f"loss_{name}": sum(p) / len(p) * steps for name, p in self.parts.items() if p}}
+            steps = self.state.global_step - self.parts_since
+            parts = self.accelerator.reduce(self.parts, "mean")
+            logs = {**logs, **{f"loss_{name}": part.item() / steps for name, part in parts.items()}}
             self.parts = {}
         super().log(logs, *args, **kwargs)
 
