@@ -12,6 +12,7 @@ from conftest import tiny_model
 from safetensors.torch import load_file
 from test_gqa import CALIBRATION, tiny_llama
 from test_parallel_training import run_on
+from test_training import die_while_saving
 from tiny_export import tiny_tokenizer
 from transformers import TrainerCallback, default_data_collator
 
@@ -118,6 +119,16 @@ def test_stopped_run_goes_on_to_the_same_weights(recipe, tmp_path, monkeypatch):
     assert distill(path)["steps"] == 8  # a run that is finished takes no step more
     with pytest.raises(RecipeError, match="differs in `distillation`"):
         distill(write({**recipe, "distillation": {"labels": 1.0}}, tmp_path / "other.yaml"))
+
+
+def test_run_that_dies_while_saving_continues(recipe, tmp_path, monkeypatch):
+    """A run that dies with half a checkpoint continues from the whole one before it."""
+    path = write(recipe, tmp_path / "recipe.yaml")
+    with monkeypatch.context() as patch, pytest.raises(InterruptedError):
+        die_while_saving(patch, 8)
+        distill(path)
+    assert [folder.name for folder in (tmp_path / "out").glob("checkpoint-*")] == ["checkpoint-4"]
+    assert distill(path)["steps"] == 8
 
 
 @pytest.mark.parametrize("streaming", [False, True])

@@ -289,6 +289,43 @@ def test_stopped_run_continues_to_the_same_weights(recipe, streamed, start, tmp_
     assert all(torch.equal(whole[name], again[name]) for name in whole)
 
 
+def die_while_saving(patch, step):
+    """Lets training die when it has written all of this step's checkpoint but the end."""
+    save = EGMLATrainer._save_rng_state
+
+    def die(self, output_dir):
+        if self.state.global_step == step:
+            raise InterruptedError
+        save(self, output_dir)
+
+    patch.setattr(EGMLATrainer, "_save_rng_state", die)
+
+
+def test_run_that_dies_while_saving_continues(recipe, tmp_path, monkeypatch):
+    """A checkpoint that is not whole has no name that it could be taken by: the run continues from the one before."""
+    recipe["training"]["arguments"] |= {"metric_for_best_model": "loss", "load_best_model_at_end": True}
+    train(write_recipe(recipe, tmp_path))
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+    recipe["training"]["output_dir"] = str(tmp_path / "stopped")
+    path = write_recipe(recipe, tmp_path)
+    with monkeypatch.context() as patch, pytest.raises(InterruptedError):
+        die_while_saving(patch, 8)
+        train(path)
+    checkpoints = sorted(folder.name for folder in (tmp_path / "stopped").glob("checkpoint-*"))
+    assert checkpoints == ["checkpoint-4"]
+    train(path)
+    resumed = AutoModelForCausalLM.from_pretrained(tmp_path / "stopped").state_dict()
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+    assert not (tmp_path / "stopped" / ".partial").exists()
+    state = json.loads((tmp_path / "stopped" / "checkpoint-8" / "trainer_state.json").read_text())
+    assert state["best_model_checkpoint"] == str(tmp_path / "stopped" / "checkpoint-8")
+
+    recipe["training"]["steps"] = 12
+    train(write_recipe(recipe, tmp_path))
+    checkpoints = sorted(folder.name for folder in (tmp_path / "stopped").glob("checkpoint-*"))
+    assert checkpoints == ["checkpoint-12", "checkpoint-8"]  # the last two
+
+
 def test_documents_stream(streamed):
     """
     A stream gives every document that is not held out, in the same shuffled order each time, and as validation text
