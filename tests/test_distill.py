@@ -14,16 +14,17 @@ from test_gqa import CALIBRATION, tiny_llama
 from test_parallel_training import run_on
 from test_training import die_while_saving
 from tiny_export import tiny_tokenizer
-from transformers import TrainerCallback, default_data_collator
+from transformers import AutoTokenizer, TrainerCallback, default_data_collator
 
 from modeling_egmla import EGMLAForCausalLM
 from modeling_egmla.conversion.converter import convert
 from modeling_egmla.conversion.stages import LatentStart
 from modeling_egmla.training import RecipeError
 from modeling_egmla.training import distill as room
+from modeling_egmla.training.data import load_documents, pack_documents, split_documents
 from modeling_egmla.training.distill import DistillationRecipe, DistillationTrainer, DistillRecipe, distill
 from modeling_egmla.training.log import read_log
-from modeling_egmla.training.recipe import load_recipe
+from modeling_egmla.training.recipe import DataRecipe, load_recipe
 from modeling_egmla.training.run import build_arguments
 
 
@@ -62,6 +63,20 @@ def recipe(pair, tmp_path) -> dict:
             "arguments": {"disable_tqdm": True},
         },
     }
+
+
+def validation_loss(folder: Path, recipe: dict) -> float:
+    """That of the model in the folder, in nats a token, token by token."""
+    model, tokenizer = EGMLAForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    data = DataRecipe(**recipe["data"])
+    held_out = split_documents(load_documents(data), data.validation_share)[1]
+    total = count = 0
+    for block in pack_documents(held_out, tokenizer, data.sequence_length, keep_all=True):
+        ids, labels = torch.tensor([block["input_ids"]]), torch.tensor([block["labels"]])
+        targets = int((labels[:, 1:] != -100).sum())
+        total += model(input_ids=ids, labels=labels).loss.item() * targets
+        count += targets
+    return total / count
 
 
 def write(recipe: dict, path: Path) -> Path:
@@ -121,6 +136,23 @@ def test_stopped_run_goes_on_to_the_same_weights(recipe, tmp_path, monkeypatch):
         distill(write({**recipe, "distillation": {"labels": 1.0}}, tmp_path / "other.yaml"))
 
 
+def test_reported_loss_is_that_of_the_saved_model(recipe, pair, tmp_path):
+    """The loss of the report is what the folder's weights have, rounded to `save_dtype`; its ids are the student's."""
+    student = EGMLAForCausalLM.from_pretrained(pair / "student")
+    student.generation_config.update(eos_token_id=[1, 5], temperature=0.5, do_sample=True)
+    student.save_pretrained(tmp_path / "student")
+    tiny_tokenizer(97).save_pretrained(tmp_path / "student")
+    recipe["models"]["student"] = str(tmp_path / "student")
+    recipe["training"].update(save_dtype="bfloat16", learning_rate=0.01)
+    report = distill(write(recipe, tmp_path / "recipe.yaml"))
+    assert report["validation_loss"] == pytest.approx(validation_loss(tmp_path / "out", recipe), abs=1e-6)
+    weights = load_file(tmp_path / "out/model.safetensors")
+    assert {weight.dtype for weight in weights.values()} == {torch.bfloat16}
+    saved = EGMLAForCausalLM.from_pretrained(tmp_path / "out")
+    assert saved.config.use_cache and saved.generation_config.eos_token_id == [1, 5]
+    assert saved.generation_config.temperature == 0.5
+
+
 def test_run_that_dies_while_saving_continues(recipe, tmp_path, monkeypatch):
     """A run that dies with half a checkpoint continues from the whole one before it."""
     path = write(recipe, tmp_path / "recipe.yaml")
@@ -171,9 +203,14 @@ def test_accumulation_changes_nothing(recipe, pair, tmp_path):
 
 
 @pytest.mark.slow  # starts two processes
-def test_two_processes_distill_as_one(recipe, tmp_path):
-    """Under plain SGD, whose step shows a gradient's size, two processes end with the weights and the log of one."""
+@pytest.mark.parametrize("cut", [False, True])
+def test_two_processes_distill_as_one(recipe, tmp_path, cut):
+    """
+    Under plain SGD, whose step shows a gradient's size, two processes end with the weights and the log of one, also
+    where each holds its columns of the gate tables.
+    """
     ends, logs = [], []
+    recipe["gate_tables"] = {"parallel": cut}
     recipe["training"].update(learning_rate=0.003, max_grad_norm=1e9, logging_steps=3)
     recipe["training"]["arguments"] = {"disable_tqdm": True, "optim": "sgd", "use_cpu": True}
     for processes in (1, 2):

@@ -6,8 +6,6 @@ hidden states behind each of its layers (squared error over squared length) and 
 """
 
 import json
-import shlex
-import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from ..conversion.folders import write_whole
 from ..modeling_egmla import EGMLAForCausalLM
 from .recipe import DataRecipe, GateTablesRecipe, RecipeError, TrainingRecipe, load_recipe, positive
-from .run import build_arguments, check_same_run, load_text, load_tokenizer, losses, train_to_the_end
+from .run import build_arguments, check_same_run, finish, load_text, load_tokenizer, train_to_the_end
 from .trainer import EGMLATrainer, JSONLinesLog, mean_token_loss, token_losses
 
 
@@ -170,8 +168,8 @@ def distill(recipe_path: str | Path) -> dict[str, Any]:
     from it, to the same weights.
 
     Returns:
-        What `training.json` says: validation losses in nats a token, of the teacher, of the student before and after,
-        tokens, seconds, and the command.
+        What `training.json` says: validation losses in nats a token, of the teacher, of the student before and of its
+        saved weights, reloaded; tokens, seconds, and the command.
 
     Raises:
         RecipeError: the recipe is wrong, or the output folder belongs to another one.
@@ -188,7 +186,7 @@ def distill(recipe_path: str | Path) -> dict[str, Any]:
     with arguments.main_process_first():
         text = load_text(recipe.data, recipe.training.seed, tokenizer)
 
-    use_cache, generation = student.config.use_cache, student.generation_config
+    use_cache, generation = student.config.use_cache, student.generation_config.to_diff_dict()
     evaluation = {
         "args": arguments,
         "eval_dataset": text.validation_blocks,
@@ -219,25 +217,14 @@ def distill(recipe_path: str | Path) -> dict[str, Any]:
             write_whole(kept_recipe, yaml.safe_dump(asdict(recipe), sort_keys=False))
     train_to_the_end(trainer, log, recipe.training, checkpoint)
 
-    metrics, seconds = trainer.evaluate(), log.seconds
-    model = trainer.accelerator.unwrap_model(trainer.model)
-    model.config.use_cache, model.generation_config = use_cache, generation
-    steps = trainer.state.global_step
+    seconds = log.seconds
     report = {
         **json.loads(teacher_file.read_text(encoding="utf-8")),
         "initial_validation_loss": log.initial_validation_loss(),
-        **losses(text, metrics, model.config.vocab_size),
-        "steps": steps,
-        "tokens_seen": steps * recipe.training.batch_tokens,
-        "parameters": model.num_parameters(),
-        "seed": recipe.training.seed,
+        **finish(trainer, recipe.training, text, use_cache, generation),
+        "parameters": student.num_parameters(),
         "seconds": seconds,
-        "command": shlex.join(["egmla", *sys.argv[1:]]),
     }
-    if not recipe.data.streaming:
-        report["passes"] = report["tokens_seen"] / (len(text.train_blocks) * recipe.data.sequence_length)
     if trainer.is_world_process_zero():
-        model.to(getattr(torch, recipe.training.save_dtype)).save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
         write_whole(folder / "training.json", json.dumps(report, indent=2) + "\n")
     return report

@@ -164,28 +164,32 @@ def build_arguments(recipe: TrainingRecipe, sequence_length: int) -> TrainingArg
     return arguments
 
 
-def save_final(trainer: EGMLATrainer, tokenizer, recipe: Recipe, folder: Path) -> None:
+def save_final(trainer: EGMLATrainer, tokenizer, recipe: TrainingRecipe, generation: dict[str, Any]) -> None:
     """
     Saves model, tokenizer and generation_config; with LoRA, the adapter in `adapter/` and the model with the adapter
     merged into it, which the trainer holds from then on. Weights are stored in `training.save_dtype`; config.json
     keeps the dtype that was computed in, and loading returns to it. Ids that no token has are never sampled.
+
+    Args:
+        generation: what the generation_config says beside that and the special ids, which Trainer has set.
     """
+    folder = Path(recipe.output_dir)
     gather = full_state_dict if trainer.cuts_tables else trainer.accelerator.get_state_dict
     state_dict = gather(trainer.model)
     model = trainer.accelerator.unwrap_model(trainer.model)
-    if recipe.lora is not None:
+    if not isinstance(model, EGMLAForCausalLM):
         if trainer.is_world_process_zero():
             model.save_pretrained(folder / "adapter")
         trainer.model = trainer.model_wrapped = model = model.merge_and_unload()
         state_dict = model.state_dict()
     if not trainer.is_world_process_zero():
         return
-    settings = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    special = ("bos_token_id", "eos_token_id", "pad_token_id")
+    settings = {name: getattr(model.generation_config, name) for name in special}
     if len(tokenizer) < model.config.vocab_size:
         settings["suppress_tokens"] = list(range(len(tokenizer), model.config.vocab_size))
-    earlier = model.generation_config.to_diff_dict() if recipe.model.path is not None else {}
-    model.generation_config = GenerationConfig(**{**earlier, **recipe.generation, **settings})
-    dtype = getattr(torch, recipe.training.save_dtype)
+    model.generation_config = GenerationConfig(**{**generation, **settings})
+    dtype = getattr(torch, recipe.save_dtype)
     stored = {}  # One tensor for weights that are tied, which are then saved once.
     state_dict = {name: stored.setdefault(weight.data_ptr(), weight.to(dtype)) for name, weight in state_dict.items()}
     model.save_pretrained(folder, state_dict=state_dict)
@@ -282,6 +286,42 @@ def losses(text: Text, metrics: dict[str, float], vocab_size: int) -> dict[str, 
     return report
 
 
+def finish(
+    trainer: EGMLATrainer, recipe: TrainingRecipe, text: Text, use_cache: bool, generation: dict[str, Any]
+) -> dict[str, Any]:
+    """
+    Saves the model and evaluates what was saved.
+
+    Args:
+        recipe: of the training.
+        text: that the run learnt from.
+        use_cache: of the model's config, where Trainer turned it off.
+        generation: of the saved generation_config.
+
+    Returns:
+        What every run reports: the losses of the saved weights, steps, tokens, passes (not over a stream), seed,
+        command.
+    """
+    trainer.model.config.use_cache = use_cache
+    save_final(trainer, text.tokenizer, recipe, generation)
+    trainer.accelerator.wait_for_everyone()
+
+    # The loss that counts is that of the weights as they were stored.
+    trainer.model.load_state_dict(EGMLAForCausalLM.from_pretrained(recipe.output_dir).state_dict())
+    metrics = trainer.evaluate()
+    steps = trainer.state.global_step
+    report = {
+        **losses(text, metrics, trainer.model.config.vocab_size),
+        "steps": steps,
+        "tokens_seen": steps * recipe.batch_tokens,
+        "seed": recipe.seed,
+        "command": shlex.join(["egmla", *sys.argv[1:]]),
+    }
+    if isinstance(text.train_blocks, Dataset):
+        report["passes"] = report["tokens_seen"] / (len(text.train_blocks) * len(text.train_blocks[0]["input_ids"]))
+    return report
+
+
 def train(recipe_path: str | Path) -> dict[str, Any]:
     """
     Runs a recipe. The output folder gets checkpoints, `log.jsonl`, a copy of the recipe, and at the end the model, its
@@ -320,6 +360,8 @@ def train(recipe_path: str | Path) -> dict[str, Any]:
         "gate_table_parameters": sum(p.numel() for n, p in model.named_parameters() if "kv_gate_embed" in n),
     }
     use_cache = model.config.use_cache  # Trainer turns it off.
+    trained = recipe.model.path is not None
+    generation = {**(model.generation_config.to_diff_dict() if trained else {}), **recipe.generation}
     if recipe.lora is not None:
         model = add_lora(model, recipe.lora, recipe.training.seed)
     sizes["trainable_parameters"] = sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -341,33 +383,15 @@ def train(recipe_path: str | Path) -> dict[str, Any]:
         folder.mkdir(parents=True, exist_ok=True)
         write_whole(kept_recipe, yaml.safe_dump(asdict(recipe), sort_keys=False))
     checkpoint = get_last_checkpoint(folder)
-    if checkpoint is None and recipe.model.path is not None:
+    if checkpoint is None and trained:
         # What fine-tuning starts from, as step 0 of the log. Not by `evaluate`, after which Trainer would train on
         # several processes without synchronising them.
         arguments.eval_on_start = True
     train_to_the_end(trainer, log, recipe.training, checkpoint)
     seconds = log.seconds
-    trainer.model.config.use_cache = use_cache
-    save_final(trainer, tokenizer, recipe, folder)
-    trainer.accelerator.wait_for_everyone()
-
-    # The loss that counts is that of the weights as they were stored.
-    trainer.model.load_state_dict(EGMLAForCausalLM.from_pretrained(folder).state_dict())
-    metrics = trainer.evaluate()
-    steps = trainer.state.global_step
-    report = {
-        **losses(text, metrics, trainer.model.config.vocab_size),
-        "steps": steps,
-        **sizes,
-        "tokens_seen": steps * recipe.training.batch_tokens,
-        "seed": recipe.training.seed,
-        "seconds": seconds,
-        "command": shlex.join(["egmla", *sys.argv[1:]]),
-    }
-    if recipe.model.path is not None:
+    report = {**finish(trainer, recipe.training, text, use_cache, generation), **sizes, "seconds": seconds}
+    if trained:
         report["initial_validation_loss"] = log.initial_validation_loss()
-    if not recipe.data.streaming:
-        report["passes"] = report["tokens_seen"] / (len(text.train_blocks) * length)
     if trainer.is_world_process_zero():
         write_whole(folder / "training.json", json.dumps(report, indent=2) + "\n")
         if importlib.util.find_spec("matplotlib") is not None:
