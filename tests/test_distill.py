@@ -132,6 +132,9 @@ def test_stopped_run_goes_on_to_the_same_weights(recipe, tmp_path, monkeypatch):
     steps = [json.loads(line)["step"] for line in (tmp_path / "out/log.jsonl").read_text().splitlines()]
     assert steps == sorted(steps) and {0, 4, 8} <= set(steps)
     assert distill(path)["steps"] == 8  # a run that is finished takes no step more
+    recipe["training"]["steps"] = 10
+    assert distill(write(recipe, path))["steps"] == 10  # unless it is made longer
+    assert load_recipe(tmp_path / "out/recipe.yaml", DistillRecipe).training.steps == 10
     with pytest.raises(RecipeError, match="differs in `distillation`"):
         distill(write({**recipe, "distillation": {"labels": 1.0}}, tmp_path / "other.yaml"))
 

@@ -29,7 +29,7 @@ from modeling_egmla.training.data import (
 )
 from modeling_egmla.training.plot import loss_differences, plot_runs
 from modeling_egmla.training.recipe import DataRecipe, GateTablesRecipe, ModelRecipe
-from modeling_egmla.training.run import build_arguments, build_model
+from modeling_egmla.training.run import build_arguments, build_model, last_checkpoint
 from modeling_egmla.training.trainer import JSONLinesLog
 
 
@@ -462,6 +462,13 @@ def test_output_folder_of_another_recipe_is_refused(recipe, tmp_path):
     recipe["training"]["weight_decay"] = 0.5
     with pytest.raises(RecipeError, match=r"training\.output_dir"):
         train(write_recipe(recipe, tmp_path))
+
+
+def test_checkpoint_is_looked_for_before_there_is_a_folder(recipe, tmp_path):
+    """Of several processes, those that look before the first one has made the folder find no checkpoint."""
+    assert last_checkpoint(load_recipe(write_recipe(recipe, tmp_path))) is None
+    (tmp_path / "out" / "checkpoint-12").mkdir(parents=True)
+    assert last_checkpoint(load_recipe(write_recipe(recipe, tmp_path))) == str(tmp_path / "out" / "checkpoint-12")
 
 
 @pytest.mark.parametrize("suffix", ["txt", "jsonl", "parquet"])

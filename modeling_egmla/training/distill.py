@@ -15,12 +15,11 @@ import torch.nn.functional as F
 import yaml
 from huggingface_hub.dataclasses import strict
 from transformers import AutoModelForCausalLM, PreTrainedModel, default_data_collator
-from transformers.trainer_utils import get_last_checkpoint
 
 from ..conversion.folders import write_whole
 from ..modeling_egmla import EGMLAForCausalLM
 from .recipe import DataRecipe, GateTablesRecipe, RecipeError, TrainingRecipe, load_recipe, positive
-from .run import build_arguments, check_same_run, finish, load_text, load_tokenizer, train_to_the_end
+from .run import build_arguments, finish, last_checkpoint, load_text, load_tokenizer, train_to_the_end
 from .trainer import EGMLATrainer, JSONLinesLog, mean_token_loss, token_losses
 
 
@@ -177,9 +176,7 @@ def distill(recipe_path: str | Path) -> dict[str, Any]:
     recipe = load_recipe(recipe_path, DistillRecipe)
     arguments = build_arguments(recipe.training, recipe.data.sequence_length)
     folder = Path(recipe.training.output_dir)
-    kept_recipe = folder / "recipe.yaml"
-    if kept_recipe.exists():
-        check_same_run(load_recipe(kept_recipe, DistillRecipe), recipe)
+    checkpoint = last_checkpoint(recipe)
 
     student, teacher = load_pair(recipe)
     tokenizer = load_tokenizer(recipe.models.student, key="models.student")
@@ -206,15 +203,14 @@ def distill(recipe_path: str | Path) -> dict[str, Any]:
         **evaluation,
     )
     teacher_file = folder / "teacher.json"
-    checkpoint = get_last_checkpoint(folder) if folder.is_dir() else None
+    if trainer.is_world_process_zero():
+        write_whole(folder / "recipe.yaml", yaml.safe_dump(asdict(recipe), sort_keys=False))
     if checkpoint is None:
-        folder.mkdir(parents=True, exist_ok=True)
         teacher_loss = EGMLATrainer(model=teacher, **evaluation).evaluate()["eval_loss"]
         # Not by `evaluate` before: several processes would then train copies that are never synchronised.
         arguments.eval_on_start = True
         if trainer.is_world_process_zero():
             write_whole(teacher_file, json.dumps({"teacher_validation_loss": teacher_loss}) + "\n")
-            write_whole(kept_recipe, yaml.safe_dump(asdict(recipe), sort_keys=False))
     train_to_the_end(trainer, log, recipe.training, checkpoint)
 
     seconds = log.seconds

@@ -210,6 +210,20 @@ def check_same_run(earlier: Recipe, recipe: Recipe) -> None:
             )
 
 
+def last_checkpoint(recipe: Recipe) -> str | None:
+    """
+    The checkpoint that a run of the recipe continues from, if there is one.
+
+    Raises:
+        RecipeError: the output folder holds a run of another recipe.
+    """
+    folder = Path(recipe.training.output_dir)
+    kept = folder / "recipe.yaml"
+    if kept.exists():
+        check_same_run(load_recipe(kept, type(recipe)), recipe)
+    return get_last_checkpoint(folder) if folder.is_dir() else None
+
+
 def is_finished(checkpoint: str, recipe: TrainingRecipe) -> bool:
     """Whether a checkpoint is as far as the recipe goes."""
     state = TrainerState.load_from_json(os.path.join(checkpoint, "trainer_state.json"))
@@ -339,9 +353,8 @@ def train(recipe_path: str | Path) -> dict[str, Any]:
     recipe = load_recipe(recipe_path)
     arguments = build_arguments(recipe.training, recipe.data.sequence_length)
     folder = Path(recipe.training.output_dir)
-    kept_recipe = folder / "recipe.yaml"
-    if kept_recipe.exists():
-        check_same_run(load_recipe(kept_recipe), recipe)
+    # Before the first process makes the folder, and long before it writes a checkpoint, so that all find the same.
+    checkpoint = last_checkpoint(recipe)
 
     with arguments.main_process_first():
         wanted = recipe.tokenizer
@@ -380,9 +393,7 @@ def train(recipe_path: str | Path) -> dict[str, Any]:
         gate_tables=recipe.gate_tables,
     )
     if trainer.is_world_process_zero():
-        folder.mkdir(parents=True, exist_ok=True)
-        write_whole(kept_recipe, yaml.safe_dump(asdict(recipe), sort_keys=False))
-    checkpoint = get_last_checkpoint(folder)
+        write_whole(folder / "recipe.yaml", yaml.safe_dump(asdict(recipe), sort_keys=False))
     if checkpoint is None and trained:
         # What fine-tuning starts from, as step 0 of the log. Not by `evaluate`, after which Trainer would train on
         # several processes without synchronising them.
