@@ -156,6 +156,21 @@ def test_reported_loss_is_that_of_the_saved_model(recipe, pair, tmp_path):
     assert saved.generation_config.temperature == 0.5
 
 
+def test_run_of_another_text_is_refused(recipe, pair, tmp_path):
+    """A run is not continued on a text that has changed."""
+    text = tmp_path / "text"
+    text.mkdir()
+    for file in pair.glob("*.txt"):
+        (text / file.name).write_text(file.read_text())
+    recipe["data"]["files"] = [str(text / "*.txt")]
+    recipe["training"]["steps"] = 4
+    path = write(recipe, tmp_path / "recipe.yaml")
+    distill(path)
+    (text / "40.txt").write_text("WAR AND PEACE")
+    with pytest.raises(RecipeError, match="another text"):
+        distill(path)
+
+
 def test_run_that_dies_while_saving_continues(recipe, tmp_path, monkeypatch):
     """A run that dies with half a checkpoint continues from the whole one before it."""
     path = write(recipe, tmp_path / "recipe.yaml")

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 from importlib.resources import files
@@ -18,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import modeling_egmla  # noqa: F401  registers the Auto classes
 from modeling_egmla.conversion.folders import write_whole
-from modeling_egmla.training import EGMLATrainer, RecipeError, load_recipe, train
+from modeling_egmla.training import EGMLATrainer, RecipeError, load_recipe, run, train
 from modeling_egmla.training.data import (
     is_validation,
     load_documents,
@@ -324,6 +325,57 @@ def test_run_that_dies_while_saving_continues(recipe, tmp_path, monkeypatch):
     train(write_recipe(recipe, tmp_path))
     checkpoints = sorted(folder.name for folder in (tmp_path / "stopped").glob("checkpoint-*"))
     assert checkpoints == ["checkpoint-12", "checkpoint-8"]  # the last two
+
+
+def test_run_of_another_text_is_refused(recipe, text_folder, tmp_path):
+    """A run is not continued on a text that has changed, be it by one letter; put back, it is."""
+    own = tmp_path / "text"
+    shutil.copytree(text_folder, own)
+    recipe["data"]["files"] = [str(own / "*.txt")]
+    recipe["training"]["steps"] = 4
+    path = write_recipe(recipe, tmp_path)
+    train(path)
+    changed = next(file for file in sorted(own.iterdir()) if not is_validation(file.read_text(), 0.2))
+    before = changed.read_text()
+    changed.write_text(before + "a")
+    with pytest.raises(RecipeError, match=r"output_dir.*another text .*training_"):
+        train(path)
+    changed.write_text(before)
+    assert train(path)["steps"] == 4
+
+
+def test_run_of_another_stream_is_refused(recipe, streamed, tmp_path):
+    """Of a stream, its files and the validation text count, which are known before it is read."""
+    recipe["tokenizer"], recipe["data"] = {"path": "egmla-sotu"}, streamed
+    recipe["model"]["config"].pop("vocab_size")
+    recipe["training"]["steps"] = 4
+    path = write_recipe(recipe, tmp_path)
+    train(path)
+    with (tmp_path / "shards" / "part_2.jsonl").open("a") as file:
+        file.write(json.dumps({"text": "One more.", "id": 40}) + "\n")
+    with pytest.raises(RecipeError, match=r"another text .*`bytes`"):
+        train(path)
+
+
+def test_run_of_another_tokenizer_is_refused(recipe, start, tmp_path):
+    """A tokenizer whose folder was written anew does not take over a run."""
+    recipe["tokenizer"] = {"path": start}
+    recipe["training"]["steps"] = 4
+    path = write_recipe(recipe, tmp_path)
+    train(path)
+    assert train(path)["steps"] == 4
+    train_tokenizer(load_documents(DataRecipe(**recipe["data"])), 290).save_pretrained(start)
+    with pytest.raises(RecipeError, match="another tokenizer"):
+        train(path)
+
+
+def test_trained_tokenizer_is_kept(recipe, tmp_path, monkeypatch):
+    """A run that trained a tokenizer goes on with that one, whatever training another would give today."""
+    recipe["training"]["steps"] = 4
+    train(write_recipe(recipe, tmp_path))
+    recipe["training"]["steps"] = 5
+    monkeypatch.setattr(run, "train_tokenizer", None)
+    assert train(write_recipe(recipe, tmp_path))["steps"] == 5
 
 
 def test_documents_stream(streamed):

@@ -2,6 +2,7 @@
 
 import glob
 import hashlib
+import json
 import math
 import os
 from itertools import islice
@@ -10,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from datasets import Dataset, IterableDataset, load_dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from .recipe import DataRecipe, RecipeError
 
@@ -18,6 +19,11 @@ from .recipe import DataRecipe, RecipeError
 END_OF_TEXT = "<|endoftext|>"  # Between documents; also what generation starts and stops with.
 PADDING = "<|padding|>"  # Never in training text. Not end-of-text, so that masking padding keeps documents' ends.
 FILE_FORMATS = {".txt": "text", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
+
+
+def matching_files(patterns: list[str]) -> list[str]:
+    """The files that `data.files` names, sorted."""
+    return sorted({path for pattern in patterns for path in glob.glob(pattern, recursive=True)})
 
 
 def load_documents(recipe: DataRecipe, seed: int = 0) -> Dataset | IterableDataset:
@@ -35,7 +41,7 @@ def load_documents(recipe: DataRecipe, seed: int = 0) -> Dataset | IterableDatas
         except (OSError, ValueError) as error:
             raise RecipeError(f"`data.dataset`: {recipe.dataset} cannot be loaded: {error}") from error
     else:
-        paths = sorted({path for pattern in recipe.files for path in glob.glob(pattern, recursive=True)})
+        paths = matching_files(recipe.files)
         if not paths:
             raise RecipeError(f"`data.files`: no file matches {recipe.files} in {os.getcwd()}.")
         formats = {FILE_FORMATS.get(Path(path).suffix) for path in paths}
@@ -97,6 +103,25 @@ def split_documents(
             f"and {len(validation)} to validate with."
         )
     return train, validation
+
+
+def hash_documents(documents: Dataset) -> str:
+    """SHA-256 of the documents' texts, in their order; hexadecimal."""
+    digest = hashlib.sha256()
+    for text in documents["text"]:
+        digest.update(hashlib.sha256(text.encode()).digest())  # one by one, so that the borders between them count
+    return digest.hexdigest()
+
+
+def hash_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
+    """SHA-256 of all that decides which ids a text becomes; hexadecimal."""
+    if tokenizer.is_fast:
+        content = json.loads(tokenizer.backend_tokenizer.to_str())
+        del content["padding"], content["truncation"]  # of the last call
+    else:
+        content = tokenizer.get_vocab()
+    content = json.dumps([content, tokenizer.eos_token_id], sort_keys=True)
+    return hashlib.sha256(content.encode()).hexdigest()
 
 
 def train_tokenizer(documents: Dataset, vocab_size: int) -> PreTrainedTokenizerFast:

@@ -6,20 +6,28 @@ hidden states behind each of its layers (squared error over squared length) and 
 """
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-import yaml
 from huggingface_hub.dataclasses import strict
 from transformers import AutoModelForCausalLM, PreTrainedModel, default_data_collator
 
 from ..conversion.folders import write_whole
 from ..modeling_egmla import EGMLAForCausalLM
 from .recipe import DataRecipe, GateTablesRecipe, RecipeError, TrainingRecipe, load_recipe, positive
-from .run import build_arguments, finish, last_checkpoint, load_text, load_tokenizer, train_to_the_end
+from .run import (
+    build_arguments,
+    check_same_text,
+    finish,
+    last_checkpoint,
+    load_text,
+    load_tokenizer,
+    train_to_the_end,
+    write_start,
+)
 from .trainer import EGMLATrainer, JSONLinesLog, mean_token_loss, token_losses
 
 
@@ -171,7 +179,7 @@ def distill(recipe_path: str | Path) -> dict[str, Any]:
         saved weights, reloaded; tokens, seconds, and the command.
 
     Raises:
-        RecipeError: the recipe is wrong, or the output folder belongs to another one.
+        RecipeError: the recipe is wrong, or the output folder belongs to another one or to another text.
     """
     recipe = load_recipe(recipe_path, DistillRecipe)
     arguments = build_arguments(recipe.training, recipe.data.sequence_length)
@@ -182,6 +190,7 @@ def distill(recipe_path: str | Path) -> dict[str, Any]:
     tokenizer = load_tokenizer(recipe.models.student, key="models.student")
     with arguments.main_process_first():
         text = load_text(recipe.data, recipe.training.seed, tokenizer)
+        identity = check_same_text(recipe, text, checkpoint)
 
     use_cache, generation = student.config.use_cache, student.generation_config.to_diff_dict()
     evaluation = {
@@ -204,7 +213,7 @@ def distill(recipe_path: str | Path) -> dict[str, Any]:
     )
     teacher_file = folder / "teacher.json"
     if trainer.is_world_process_zero():
-        write_whole(folder / "recipe.yaml", yaml.safe_dump(asdict(recipe), sort_keys=False))
+        write_start(recipe, identity)
     if checkpoint is None:
         teacher_loss = EGMLATrainer(model=teacher, **evaluation).evaluate()["eval_loss"]
         # Not by `evaluate` before: several processes would then train copies that are never synchronised.

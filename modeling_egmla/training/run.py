@@ -28,7 +28,17 @@ from ..configuration import preset_path
 from ..configuration_egmla import EGMLAConfig
 from ..conversion.folders import write_whole
 from ..modeling_egmla import EGMLAForCausalLM
-from .data import bits_per_byte, load_documents, pack_documents, split_documents, train_tokenizer, unigram_loss
+from .data import (
+    bits_per_byte,
+    hash_documents,
+    hash_tokenizer,
+    load_documents,
+    matching_files,
+    pack_documents,
+    split_documents,
+    train_tokenizer,
+    unigram_loss,
+)
 from .parallel import full_state_dict
 from .plot import plot_runs
 from .recipe import DataRecipe, ModelRecipe, Recipe, RecipeError, TrainingRecipe, load_recipe
@@ -282,6 +292,57 @@ def load_text(data: DataRecipe, seed: int, tokenizer: PreTrainedTokenizerBase | 
     return Text(tokenizer, train, validation, train_blocks, validation_blocks)
 
 
+def identify(data: DataRecipe, text: Text) -> dict[str, Any]:
+    """
+    What `text.json` keeps, so that a run is continued on the text and with the tokenizer that it began with: numbers
+    of documents, the SHA-256 of their texts and that of the tokenizer. Of a stream, what is known before it is read:
+    its validation text, which comes first, and number and bytes of its files, if it has any.
+    """
+    identity = {
+        "tokenizer_sha256": hash_tokenizer(text.tokenizer),
+        "validation_documents": len(text.validation_documents),
+        "validation_sha256": hash_documents(text.validation_documents),
+    }
+    if isinstance(text.train_documents, Dataset):
+        identity |= {
+            "training_documents": len(text.train_documents),
+            "training_sha256": hash_documents(text.train_documents),
+        }
+    elif data.files is not None:
+        paths = matching_files(data.files)
+        identity |= {"files": len(paths), "bytes": sum(os.path.getsize(path) for path in paths)}
+    return identity
+
+
+def check_same_text(recipe: Recipe, text: Text, checkpoint: str | None) -> dict[str, Any]:
+    """
+    Compares the text with that of the run that is continued, if one is, and returns what identifies it.
+
+    Raises:
+        RecipeError: the run began with another text or tokenizer.
+    """
+    identity = identify(recipe.data, text)
+    folder = Path(recipe.training.output_dir)
+    kept = folder / "text.json"
+    if checkpoint is not None and kept.exists():
+        earlier = json.loads(kept.read_text(encoding="utf-8"))
+        if changed := [key for key in identity if identity[key] != earlier.get(key)]:
+            what = "tokenizer" if changed[0].startswith("tokenizer") else "text"
+            raise RecipeError(
+                f"`training.output_dir`: {folder} holds a run that began with another {what} (`{changed[0]}` in its "
+                f"text.json is {earlier.get(changed[0])}, but now {identity[changed[0]]}). Bring that {what} back, or "
+                "name another folder, or empty this one."
+            )
+    return identity
+
+
+def write_start(recipe: Recipe, identity: dict[str, Any]) -> None:
+    """Writes what a later command compares with before it continues the run: the recipe and [`identify`]'s answer."""
+    folder = Path(recipe.training.output_dir)
+    write_whole(folder / "text.json", json.dumps(identity, indent=2) + "\n")
+    write_whole(folder / "recipe.yaml", yaml.safe_dump(asdict(recipe), sort_keys=False))
+
+
 def losses(text: Text, metrics: dict[str, float], vocab_size: int) -> dict[str, Any]:
     """The validation loss in nats a token and bits a byte, what it is over, and unigrams' (not for a stream)."""
     loss, tokens = metrics["eval_loss"], metrics["eval_tokens"]
@@ -348,7 +409,7 @@ def train(recipe_path: str | Path) -> dict[str, Any]:
         command; except of a stream, passes over the text.
 
     Raises:
-        RecipeError: the recipe is wrong, or the output folder belongs to another one.
+        RecipeError: the recipe is wrong, or the output folder belongs to another one or to another text.
     """
     recipe = load_recipe(recipe_path)
     arguments = build_arguments(recipe.training, recipe.data.sequence_length)
@@ -357,9 +418,14 @@ def train(recipe_path: str | Path) -> dict[str, Any]:
     checkpoint = last_checkpoint(recipe)
 
     with arguments.main_process_first():
-        wanted = recipe.tokenizer
-        tokenizer = wanted.vocab_size if wanted.path is None else load_tokenizer(wanted.path)
+        if recipe.tokenizer.path is not None:
+            tokenizer = load_tokenizer(recipe.tokenizer.path)
+        elif checkpoint is not None:
+            tokenizer = load_tokenizer(checkpoint)  # the one that the run trained
+        else:
+            tokenizer = recipe.tokenizer.vocab_size
         text = load_text(recipe.data, recipe.training.seed, tokenizer)
+        identity = check_same_text(recipe, text, checkpoint)
     tokenizer = text.tokenizer
     model = build_model(recipe.model, tokenizer, recipe.training.seed)
     length = recipe.data.sequence_length
@@ -393,7 +459,7 @@ def train(recipe_path: str | Path) -> dict[str, Any]:
         gate_tables=recipe.gate_tables,
     )
     if trainer.is_world_process_zero():
-        write_whole(folder / "recipe.yaml", yaml.safe_dump(asdict(recipe), sort_keys=False))
+        write_start(recipe, identity)
     if checkpoint is None and trained:
         # What fine-tuning starts from, as step 0 of the log. Not by `evaluate`, after which Trainer would train on
         # several processes without synchronising them.
