@@ -308,6 +308,21 @@ def test_pairs_that_cannot_be_compared(recipe, tmp_path):
     assert DistillationRecipe().temperature == 1
 
 
+@pytest.mark.parametrize(
+    ("key", "path", "message"),
+    [
+        ("student", "teacher", r"`models\.student`.*type llama.*egmla convert"),
+        ("student", "nowhere", r"`models\.student`.*cannot be loaded"),
+        ("teacher", "nowhere", r"`models\.teacher`.*cannot be loaded"),
+    ],
+)
+def test_models_that_do_not_load(recipe, pair, tmp_path, key, path, message):
+    """A student that was not converted, or folders that are not there, are named with their key."""
+    recipe["models"][key] = str(pair / path)
+    with pytest.raises(RecipeError, match=message):
+        distill(write(recipe, tmp_path / "recipe.yaml"))
+
+
 def test_recipe_that_comes_along():
     """The recipe of the documents can be read."""
     path = files("modeling_egmla.configuration") / "recipes" / "distill-smollm2.yaml"

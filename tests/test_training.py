@@ -4,6 +4,7 @@ import importlib.util
 import json
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,8 @@ import torch
 import yaml
 from datasets import Dataset
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from test_gqa import tiny_llama
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import modeling_egmla  # noqa: F401  registers the Auto classes
@@ -223,6 +226,28 @@ def test_wrong_key_of_fine_tuning_is_named(recipe, tmp_path, monkeypatch, sectio
     with pytest.raises(RecipeError, match=named.replace(".", r"\.")):
         train(write_recipe(recipe, tmp_path))
     assert not (tmp_path / "out").exists()
+
+
+def test_model_of_another_kind_is_refused(recipe, start, tmp_path):
+    """A folder with a Llama does not become a half random EG-MLA: the message names the way to bring it over."""
+    recipe["model"], recipe["tokenizer"] = {"path": str(tmp_path / "llama")}, {"path": start}
+    tiny_llama().save_pretrained(tmp_path / "llama")
+    with pytest.raises(RecipeError, match=r"`model\.path`.*type llama.*egmla convert"):
+        train(write_recipe(recipe, tmp_path))
+
+
+@pytest.mark.parametrize("lacking", ["missing", "another shape"])
+def test_model_with_missing_weights_is_refused(recipe, start, tmp_path, lacking):
+    """Nor are weights drawn at random where the folder lacks some, or has them for other sizes."""
+    recipe["model"] = recipe["tokenizer"] = {"path": start}
+    weights, name = load_file(Path(start) / "model.safetensors"), "model.layers.1.mlp.up_proj.weight"
+    if lacking == "missing":
+        del weights[name]
+    else:
+        weights[name] = weights[name][1:].clone()
+    save_file(weights, Path(start) / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(RecipeError, match=rf"`model\.path`.*{re.escape(name)}.*{lacking}"):
+        train(write_recipe(recipe, tmp_path))
 
 
 @pytest.mark.parametrize("key", ["model", "tokenizer", "data", "training.output_dir", "training.batch_tokens"])

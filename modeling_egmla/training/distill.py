@@ -23,6 +23,7 @@ from .run import (
     check_same_text,
     finish,
     last_checkpoint,
+    load_model,
     load_text,
     load_tokenizer,
     train_to_the_end,
@@ -150,10 +151,10 @@ def load_pair(recipe: DistillRecipe) -> tuple[EGMLAForCausalLM, PreTrainedModel]
     Loads student and teacher, in float32.
 
     Raises:
-        RecipeError: they cannot be compared, or the sequences of the recipe are too long for one of them.
+        RecipeError: one does not load, they cannot be compared, or the recipe's sequences are too long for one.
     """
-    student = EGMLAForCausalLM.from_pretrained(recipe.models.student, dtype=torch.float32)
-    teacher = AutoModelForCausalLM.from_pretrained(recipe.models.teacher, dtype=torch.float32)
+    student = load_model(recipe.models.student, key="models.student")
+    teacher = load_model(recipe.models.teacher, key="models.teacher", model_class=AutoModelForCausalLM)
     same = ["vocab_size"] + (["hidden_size", "num_hidden_layers"] if recipe.distillation.hidden_states else [])
     for name in same:
         ours, theirs = getattr(student.config, name), getattr(teacher.config, name)

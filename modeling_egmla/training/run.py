@@ -16,6 +16,8 @@ from datasets import Dataset, IterableDataset
 from transformers import (
     AutoTokenizer,
     GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
     PreTrainedTokenizerBase,
     TrainerState,
     TrainingArguments,
@@ -69,6 +71,43 @@ def load_tokenizer(path: str, key: str = "tokenizer.path") -> PreTrainedTokenize
     return tokenizer
 
 
+def load_model(path: str, key: str, model_class: type = EGMLAForCausalLM) -> PreTrainedModel:
+    """
+    Loads the trained model that the recipe names under `key`, in float32.
+
+    Args:
+        path: folder or Hub id, or a preset that has weights.
+        key: of the recipe.
+        model_class: `AutoModelForCausalLM` takes models of all kinds, an EG-MLA class its own only.
+
+    Raises:
+        RecipeError: there is none, or one of another kind, or weights are missing or of other shapes.
+    """
+    path = trained_model(path)
+    try:
+        kind = PreTrainedConfig.get_config_dict(path)[0].get("model_type")
+        if model_class is EGMLAForCausalLM and kind != EGMLAConfig.model_type:
+            raise RecipeError(
+                f"`{key}`: {path} is a model of type {kind}, not {EGMLAConfig.model_type}. Bring it over first, by "
+                f"`egmla convert {path} FOLDER`, and name that folder."
+            )
+        model, info = model_class.from_pretrained(
+            path, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True
+        )
+    except RecipeError:
+        raise
+    except (OSError, ValueError) as error:
+        raise RecipeError(f"`{key}`: {path} cannot be loaded: {error}") from error
+    mismatched = {name for name, *_ in info["mismatched_keys"]}
+    if lacking := sorted(mismatched | set(info["missing_keys"])):
+        what = "of another shape than its config.json says" if lacking[0] in mismatched else "missing"
+        raise RecipeError(
+            f"`{key}`: of {path} {len(lacking)} weights do not load, first {lacking[0]}, which is {what}. Save or "
+            "convert the model anew."
+        )
+    return model
+
+
 def build_model(recipe: ModelRecipe, tokenizer, seed: int) -> EGMLAForCausalLM:
     """
     Loads the recipe's model, or makes one with the tokenizer's special ids and, unless the recipe says, its size.
@@ -78,10 +117,7 @@ def build_model(recipe: ModelRecipe, tokenizer, seed: int) -> EGMLAForCausalLM:
     """
     special_ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     if recipe.path is not None:
-        try:
-            model = EGMLAForCausalLM.from_pretrained(trained_model(recipe.path), dtype=torch.float32)
-        except (OSError, ValueError) as error:
-            raise RecipeError(f"`model.path`: {recipe.path} cannot be loaded: {error}") from error
+        model = load_model(recipe.path, key="model.path")
     else:
         try:
             preset = EGMLAConfig.from_preset(recipe.preset).to_diff_dict() if recipe.preset else {}
