@@ -237,6 +237,7 @@ def test_two_processes_distill_as_one(recipe, tmp_path, cut):
         distill(path) if processes == 1 else run_on(processes, distill, path)
         ends.append(load_file(tmp_path / str(processes) / "model.safetensors"))
         logs.append([line for line in read_log(tmp_path / str(processes) / "log.jsonl") if "loss" in line])
+        assert json.loads((tmp_path / str(processes) / "training.json").read_text())["tokens_seen"] == 8 * 128
     for name, weight in ends[0].items():
         torch.testing.assert_close(ends[1][name], weight, atol=1e-6, rtol=0, msg=name)
     for key in ("loss", "grad_norm", "loss_logits", "loss_hidden_states"):

@@ -182,6 +182,10 @@ def test_recipe_trains_a_model_that_loads(recipe, tmp_path):
         ("training", {"batch_tokens": 100}, "training.batch_tokens"),
         ("training", {"schedule": "cosin"}, "training.schedule"),
         ("training", {"arguments": {"bf17": True}}, "training.arguments.bf17"),
+        ("training", {"arguments": {"gradient_accumulation_steps": 2}}, "training.batch_tokens"),
+        ("training", {"arguments": {"per_device_train_batch_size": 2}}, "training.sequences_per_device"),
+        ("training", {"arguments": {"weight_decay": 0.5}}, "training.weight_decay"),
+        ("training", {"arguments": {"include_num_input_tokens_seen": "no"}}, "include_num_input_tokens_seen"),
         ("model", {"config": {"hidden": 3}}, "model.config.hidden"),
         ("model", {"path": "somewhere"}, "path"),
         ("data", {"files": ["nothing-here/*.txt"]}, "data.files"),
@@ -401,6 +405,18 @@ def test_trained_tokenizer_is_kept(recipe, tmp_path, monkeypatch):
     recipe["training"]["steps"] = 5
     monkeypatch.setattr(run, "train_tokenizer", None)
     assert train(write_recipe(recipe, tmp_path))["steps"] == 5
+
+
+def test_tokens_of_whole_passes(recipe, tmp_path):
+    """A pass sees every block once, also where its last batch is smaller, and so does one that a longer run adds."""
+    del recipe["training"]["steps"]
+    recipe["training"].update(eval_steps=100, batch_tokens=32 * 7, sequences_per_device=1)
+    for epochs in (1, 2):
+        recipe["training"]["epochs"] = epochs
+        report = train(write_recipe(recipe, tmp_path))
+        blocks = report["training_text_tokens"] // 31
+        assert blocks % 7 and report["steps"] == epochs * (blocks // 7 + 1)
+        assert report["tokens_seen"] == epochs * blocks * 32 and report["passes"] == epochs
 
 
 def test_documents_stream(streamed):

@@ -187,6 +187,7 @@ def build_arguments(recipe: TrainingRecipe, sequence_length: int) -> TrainingArg
         "save_steps": recipe.save_steps,
         "save_total_limit": 2,
         "logging_steps": recipe.logging_steps,
+        "include_num_input_tokens_seen": "all",
         "report_to": "none",
         "disable_tqdm": not sys.stderr.isatty(),  # a bar in a terminal, lines in a file
         # Without it, several processes on a CPU would each train a copy of their own.
@@ -420,11 +421,10 @@ def finish(
     # The loss that counts is that of the weights as they were stored.
     trainer.model.load_state_dict(EGMLAForCausalLM.from_pretrained(recipe.output_dir).state_dict())
     metrics = trainer.evaluate()
-    steps = trainer.state.global_step
     report = {
         **losses(text, metrics, trainer.model.config.vocab_size),
-        "steps": steps,
-        "tokens_seen": steps * recipe.batch_tokens,
+        "steps": trainer.state.global_step,
+        "tokens_seen": trainer.state.num_input_tokens_seen,
         "seed": recipe.seed,
         "command": shlex.join(["egmla", *sys.argv[1:]]),
     }
