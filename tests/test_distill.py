@@ -294,6 +294,14 @@ def test_wrong_recipes_are_named(recipe, tmp_path, changes, message):
         load_recipe(write({**recipe, **changes}, tmp_path / "recipe.yaml"), DistillRecipe)
 
 
+def test_epochs_of_a_stream_are_refused(recipe, tmp_path):
+    """A stream has no length to count passes by; the recipe says so before a model is loaded."""
+    recipe["data"] |= {"streaming": True, "validation_documents": 2}
+    recipe["training"] |= {"steps": None, "epochs": 1}
+    with pytest.raises(RecipeError, match=r"`training\.epochs`.*`training\.steps`"):
+        load_recipe(write(recipe, tmp_path / "recipe.yaml"), DistillRecipe)
+
+
 def test_pairs_that_cannot_be_compared(recipe, tmp_path):
     """Another vocabulary, or other layers where hidden states are compared, is named; logits alone may do."""
     tiny_llama(num_hidden_layers=3).save_pretrained(tmp_path / "deeper")

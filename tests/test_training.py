@@ -196,6 +196,7 @@ def test_recipe_trains_a_model_that_loads(recipe, tmp_path):
         ("model", {"preset": "egmla-base"}, "model.preset"),
         ("tokenizer", {"path": "nowhere/at-all", "vocab_size": None}, "tokenizer.path"),
         ("data", {"files": None, "dataset": "nowhere/at-all"}, "data.dataset"),
+        ("data", {"sequence_length": 1}, "data.sequence_length"),
         ("data", {"streaming": True}, "data.validation_documents"),
         ("data", {"streaming": True, "validation_documents": 3}, "tokenizer.vocab_size"),
         ("lora", {"r": 4}, "model.path"),
@@ -579,6 +580,23 @@ def test_documents_load_from_files(tmp_path, suffix):
     assert documents.column_names == ["text"] and list(documents["text"]) == texts
     with pytest.raises(RecipeError, match=r"data\.text_column"):
         load_documents(DataRecipe(files=[str(tmp_path / f"*.{suffix}")], text_column="nothing"))
+
+
+@pytest.mark.parametrize("kind", ["whole", "stream", "numbers"])
+def test_row_without_text_is_named(tmp_path, kind):
+    """A null in the column of the text, or a column of numbers, is named with its column and, if known, its row."""
+    rows = [{"message": number if kind == "numbers" else f"text {number}"} for number in range(20)]
+    rows[0 if kind == "numbers" else 7]["message"] = 0 if kind == "numbers" else None
+    (tmp_path / "all.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    files = {"files": [str(tmp_path / "*.jsonl")], "text_column": "message"}
+    if kind == "stream":
+        data = DataRecipe(**files, streaming=True, validation_documents=2)
+        with pytest.raises(RecipeError, match="a row of the stream has None in 'message'"):
+            split_documents(load_documents(data), 0.2, 2)
+    else:
+        row, value = (0, "0") if kind == "numbers" else (7, "None")
+        with pytest.raises(RecipeError, match=f"row {row}, from 0 .* has {value} in 'message'"):
+            load_documents(DataRecipe(**files))
 
 
 def test_split_keeps_documents_apart():

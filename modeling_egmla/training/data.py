@@ -7,6 +7,7 @@ import math
 import os
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from datasets import Dataset, IterableDataset, load_dataset
@@ -31,7 +32,8 @@ def load_documents(recipe: DataRecipe, seed: int = 0) -> Dataset | IterableDatas
     Reads all documents into a dataset with the one column `text`; a stream comes shuffled by `seed`.
 
     Raises:
-        RecipeError: no file matches, files of several or of unknown kinds, no such dataset, or no such column.
+        RecipeError: no file matches, files of several or of unknown kinds, no such dataset, no such column, or a row
+            without text in it (of a stream, when it comes to that row).
     """
     if recipe.dataset is not None:
         try:
@@ -53,9 +55,36 @@ def load_documents(recipe: DataRecipe, seed: int = 0) -> Dataset | IterableDatas
     if recipe.text_column not in columns:
         raise RecipeError(f"`data.text_column` is {recipe.text_column!r}, but there are {columns}.")
     documents = documents.select_columns(recipe.text_column)
+    documents = refuse_other_than_text(documents, recipe.text_column)
     if recipe.text_column != "text":
         documents = documents.rename_column(recipe.text_column, "text")
     return documents.shuffle(seed, buffer_size=recipe.shuffle_buffer) if recipe.streaming else documents
+
+
+def refuse_other_than_text(documents: Dataset | IterableDataset, column: str) -> Dataset | IterableDataset:
+    """
+    The same documents; a stream checks them as it gives them.
+
+    Raises:
+        RecipeError: a row has no text in the column, but null or a value of another kind.
+    """
+
+    def check(value: Any, row: int | None = None) -> bool:
+        if not isinstance(value, str):
+            where = "a row of the stream" if row is None else f"row {row}, from 0 and over all files,"
+            raise RecipeError(
+                f"`data.text_column`: {where} has {value!r} in {column!r}, which is no text. Take such rows out, or "
+                "name another column."
+            )
+        return True
+
+    if isinstance(documents, IterableDataset):
+        return documents.filter(check, input_columns=column)
+    dtype = getattr(documents.features[column], "dtype", None)
+    if documents.data.column(column).null_count or dtype not in ("string", "large_string"):
+        for row, value in enumerate(documents[column]):
+            check(value, row)
+    return documents
 
 
 def is_validation(text: str, validation_share: float) -> bool:

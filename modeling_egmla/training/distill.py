@@ -17,7 +17,15 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, default_data_col
 
 from ..conversion.folders import write_whole
 from ..modeling_egmla import EGMLAForCausalLM
-from .recipe import DataRecipe, GateTablesRecipe, RecipeError, TrainingRecipe, load_recipe, positive
+from .recipe import (
+    DataRecipe,
+    GateTablesRecipe,
+    RecipeError,
+    TrainingRecipe,
+    check_stream_length,
+    load_recipe,
+    positive,
+)
 from .run import (
     build_arguments,
     check_same_text,
@@ -70,6 +78,9 @@ class DistillRecipe:
     training: TrainingRecipe
     distillation: DistillationRecipe = field(default_factory=DistillationRecipe)
     gate_tables: GateTablesRecipe = field(default_factory=GateTablesRecipe)
+
+    def validate_stream(self):
+        check_stream_length(self)
 
 
 class DistillationTrainer(EGMLATrainer):

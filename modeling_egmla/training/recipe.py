@@ -44,6 +44,12 @@ def share(value):
         raise ValueError(f"must lie between 0 and 1, but is {value}")
 
 
+def check_stream_length(recipe) -> None:
+    """Raises a `ValueError` if a recipe counts passes over a stream."""
+    if recipe.data.streaming and recipe.training.epochs is not None:
+        raise ValueError("`training.epochs`: a stream has no known length, so give `training.steps`.")
+
+
 @strict
 @dataclass
 class ModelRecipe:
@@ -100,6 +106,8 @@ class DataRecipe:
             raise ValueError("`data` needs either `files` or `dataset`.")
         if self.streaming and self.validation_documents is None:
             raise ValueError("`data.streaming` needs `data.validation_documents`: how many to hold out.")
+        if self.sequence_length < 2:
+            raise ValueError("`data.sequence_length` must be at least 2: a single token predicts none.")
 
 
 @strict
@@ -199,8 +207,7 @@ class Recipe:
             raise ValueError(f"`lora.{min(unknown)}` is no field of PEFT's LoraConfig.")
 
     def validate_stream(self):
-        if self.data.streaming and self.training.epochs is not None:
-            raise ValueError("`training.epochs`: a stream has no known length, so give `training.steps`.")
+        check_stream_length(self)
         if self.data.streaming and self.tokenizer.path is None:
             raise ValueError("`tokenizer.vocab_size`: a tokenizer is not trained on a stream; give `tokenizer.path`.")
 
