@@ -8,9 +8,11 @@ import re
 import shutil
 import subprocess
 import sys
+import tracemalloc
 from importlib.resources import files
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -629,6 +631,16 @@ def test_unigram_loss():
     blocks = Dataset.from_dict({"labels": [[0, 1, 1, -100]]})
     train_blocks = Dataset.from_dict({"labels": [[0, 1, 1, 0]]})
     assert unigram_loss(train_blocks, blocks, 2) == pytest.approx(-torch.tensor(0.6).log().item())
+
+
+def test_unigram_loss_of_much_text():
+    """Memory does not grow with the text: here two million tokens, counted a thousand blocks at a time."""
+    blocks = Dataset.from_dict({"labels": np.random.default_rng(0).integers(0, 50, (4000, 512))})
+    tracemalloc.start()
+    loss = unigram_loss(blocks, blocks, 50)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert loss == pytest.approx(np.log(50), abs=1e-3) and peak < 20e6
 
 
 @pytest.mark.parametrize(

@@ -220,11 +220,20 @@ def pack_documents(
     return blocks
 
 
+def count_tokens(blocks: Dataset, vocab_size: int) -> np.ndarray:
+    """How often each id is predicted in the blocks, [vocab_size]."""
+    counts = np.zeros(vocab_size, dtype=np.int64)
+    for batch in blocks.select_columns("labels").with_format("numpy").iter(1000):  # all at once would fill the memory
+        labels = batch["labels"][:, 1:]
+        counts += np.bincount(labels[labels != -100], minlength=vocab_size)
+    return counts
+
+
 def unigram_loss(train_blocks: Dataset, validation_blocks: Dataset, vocab_size: int) -> float:
     """Validation loss, in nats a token, of predicting each token by its (add-one) frequency in the training text."""
-    counts = np.bincount(np.array(train_blocks["labels"])[:, 1:].ravel(), minlength=vocab_size) + 1.0
-    labels = np.array(validation_blocks["labels"])[:, 1:].ravel()
-    return float(-np.log(counts / counts.sum())[labels[labels != -100]].mean())
+    counts = count_tokens(train_blocks, vocab_size) + 1.0
+    wanted = count_tokens(validation_blocks, vocab_size)
+    return float(-(np.log(counts / counts.sum()) * wanted).sum() / wanted.sum())
 
 
 def bits_per_byte(loss: float, tokens: int, documents: Dataset) -> float:
