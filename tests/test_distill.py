@@ -142,7 +142,7 @@ def test_stopped_run_goes_on_to_the_same_weights(recipe, tmp_path, monkeypatch):
 def test_reported_loss_is_that_of_the_saved_model(recipe, pair, tmp_path):
     """The loss of the report is what the folder's weights have, rounded to `save_dtype`; its ids are the student's."""
     student = EGMLAForCausalLM.from_pretrained(pair / "student")
-    student.generation_config.update(eos_token_id=[1, 5], temperature=0.5, do_sample=True)
+    student.generation_config.update(eos_token_id=[5], temperature=0.5, do_sample=True)
     student.save_pretrained(tmp_path / "student")
     tiny_tokenizer(97).save_pretrained(tmp_path / "student")
     recipe["models"]["student"] = str(tmp_path / "student")
@@ -154,6 +154,12 @@ def test_reported_loss_is_that_of_the_saved_model(recipe, pair, tmp_path):
     saved = EGMLAForCausalLM.from_pretrained(tmp_path / "out")
     assert saved.config.use_cache and saved.generation_config.eos_token_id == [1, 5]
     assert saved.generation_config.temperature == 0.5
+
+    # A run that had taken all its steps when it was killed saves the same.
+    generation = (tmp_path / "out/generation_config.json").read_text()
+    (tmp_path / "out/generation_config.json").unlink()
+    assert distill(write(recipe, tmp_path / "recipe.yaml"))["validation_loss"] == report["validation_loss"]
+    assert (tmp_path / "out/generation_config.json").read_text() == generation
 
 
 def test_run_of_another_text_is_refused(recipe, pair, tmp_path):

@@ -183,8 +183,8 @@ def load_pair(recipe: DistillRecipe) -> tuple[EGMLAForCausalLM, PreTrainedModel]
 def distill(recipe_path: str | Path) -> dict[str, Any]:
     """
     Runs a recipe. The output folder gets checkpoints, `log.jsonl` (validation losses from the start on), a copy of the
-    recipe, and at the end the model, its tokenizer and `training.json`. A run whose folder has a checkpoint continues
-    from it, to the same weights.
+    recipe, `text.json` (what identifies text and tokenizer), and at the end the model, its tokenizer and
+    `training.json`. A run whose folder has a checkpoint continues from it, to the same weights.
 
     Returns:
         What `training.json` says: validation losses in nats a token, of the teacher, of the student before and of its

@@ -24,7 +24,7 @@ from transformers import (
     default_data_collator,
     get_scheduler,
 )
-from transformers.trainer_utils import get_last_checkpoint
+from transformers.trainer_utils import align_special_tokens, get_last_checkpoint
 
 from ..configuration import preset_path
 from ..configuration_egmla import EGMLAConfig
@@ -78,7 +78,7 @@ def load_model(path: str, key: str, model_class: type = EGMLAForCausalLM) -> Pre
     Args:
         path: folder or Hub id, or a preset that has weights.
         key: of the recipe.
-        model_class: `AutoModelForCausalLM` takes models of all kinds, an EG-MLA class its own only.
+        model_class: `AutoModelForCausalLM` takes models of any kind, `EGMLAForCausalLM` only EG-MLA.
 
     Raises:
         RecipeError: there is none, or one of another kind, or weights are missing or of other shapes.
@@ -218,7 +218,7 @@ def save_final(trainer: EGMLATrainer, tokenizer, recipe: TrainingRecipe, generat
     keeps the dtype that was computed in, and loading returns to it. Ids that no token has are never sampled.
 
     Args:
-        generation: what the generation_config says beside that and the special ids, which Trainer has set.
+        generation: what the generation_config says beside that and the special ids.
     """
     folder = Path(recipe.output_dir)
     gather = full_state_dict if trainer.cuts_tables else trainer.accelerator.get_state_dict
@@ -231,6 +231,7 @@ def save_final(trainer: EGMLATrainer, tokenizer, recipe: TrainingRecipe, generat
         state_dict = model.state_dict()
     if not trainer.is_world_process_zero():
         return
+    align_special_tokens(model, tokenizer)  # as Trainer does, but not for a run that had taken all its steps
     special = ("bos_token_id", "eos_token_id", "pad_token_id")
     settings = {name: getattr(model.generation_config, name) for name in special}
     if len(tokenizer) < model.config.vocab_size:
@@ -435,9 +436,9 @@ def finish(
 
 def train(recipe_path: str | Path) -> dict[str, Any]:
     """
-    Runs a recipe. The output folder gets checkpoints, `log.jsonl`, a copy of the recipe, and at the end the model, its
-    tokenizer, `training.json` and, with matplotlib, `loss.png`. A run whose folder has a checkpoint continues from it,
-    to the same weights.
+    Runs a recipe. The output folder gets checkpoints, `log.jsonl`, a copy of the recipe, `text.json` (what identifies
+    text and tokenizer), and at the end the model, its tokenizer, `training.json` and, with matplotlib, `loss.png`. A
+    run whose folder has a checkpoint continues from it, to the same weights.
 
     Returns:
         What `training.json` says: losses in nats a token (of the saved weights, reloaded; before fine-tuning; of
