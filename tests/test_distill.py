@@ -11,16 +11,20 @@ import yaml
 from conftest import tiny_model
 from safetensors.torch import load_file
 from test_gqa import CALIBRATION, tiny_llama
+from test_parallel_training import run_on
+from test_training import die_while_saving
 from tiny_export import tiny_tokenizer
-from transformers import TrainerCallback, default_data_collator
+from transformers import AutoTokenizer, TrainerCallback, default_data_collator
 
 from modeling_egmla import EGMLAForCausalLM
 from modeling_egmla.conversion.converter import convert
 from modeling_egmla.conversion.stages import LatentStart
 from modeling_egmla.training import RecipeError
 from modeling_egmla.training import distill as room
+from modeling_egmla.training.data import load_documents, pack_documents, split_documents
 from modeling_egmla.training.distill import DistillationRecipe, DistillationTrainer, DistillRecipe, distill
-from modeling_egmla.training.recipe import load_recipe
+from modeling_egmla.training.log import read_log
+from modeling_egmla.training.recipe import DataRecipe, load_recipe
 from modeling_egmla.training.run import build_arguments
 
 
@@ -59,6 +63,20 @@ def recipe(pair, tmp_path) -> dict:
             "arguments": {"disable_tqdm": True},
         },
     }
+
+
+def validation_loss(folder: Path, recipe: dict) -> float:
+    """That of the model in the folder, in nats a token, token by token."""
+    model, tokenizer = EGMLAForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    data = DataRecipe(**recipe["data"])
+    held_out = split_documents(load_documents(data), data.validation_share)[1]
+    total = count = 0
+    for block in pack_documents(held_out, tokenizer, data.sequence_length, keep_all=True):
+        ids, labels = torch.tensor([block["input_ids"]]), torch.tensor([block["labels"]])
+        targets = int((labels[:, 1:] != -100).sum())
+        total += model(input_ids=ids, labels=labels).loss.item() * targets
+        count += targets
+    return total / count
 
 
 def write(recipe: dict, path: Path) -> Path:
@@ -114,8 +132,59 @@ def test_stopped_run_goes_on_to_the_same_weights(recipe, tmp_path, monkeypatch):
     steps = [json.loads(line)["step"] for line in (tmp_path / "out/log.jsonl").read_text().splitlines()]
     assert steps == sorted(steps) and {0, 4, 8} <= set(steps)
     assert distill(path)["steps"] == 8  # a run that is finished takes no step more
+    recipe["training"]["steps"] = 10
+    assert distill(write(recipe, path))["steps"] == 10  # unless it is made longer
+    assert load_recipe(tmp_path / "out/recipe.yaml", DistillRecipe).training.steps == 10
     with pytest.raises(RecipeError, match="differs in `distillation`"):
         distill(write({**recipe, "distillation": {"labels": 1.0}}, tmp_path / "other.yaml"))
+
+
+def test_reported_loss_is_that_of_the_saved_model(recipe, pair, tmp_path):
+    """The loss of the report is what the folder's weights have, rounded to `save_dtype`; its ids are the student's."""
+    student = EGMLAForCausalLM.from_pretrained(pair / "student")
+    student.generation_config.update(eos_token_id=[5], temperature=0.5, do_sample=True)
+    student.save_pretrained(tmp_path / "student")
+    tiny_tokenizer(97).save_pretrained(tmp_path / "student")
+    recipe["models"]["student"] = str(tmp_path / "student")
+    recipe["training"].update(save_dtype="bfloat16", learning_rate=0.01)
+    report = distill(write(recipe, tmp_path / "recipe.yaml"))
+    assert report["validation_loss"] == pytest.approx(validation_loss(tmp_path / "out", recipe), abs=1e-6)
+    weights = load_file(tmp_path / "out/model.safetensors")
+    assert {weight.dtype for weight in weights.values()} == {torch.bfloat16}
+    saved = EGMLAForCausalLM.from_pretrained(tmp_path / "out")
+    assert saved.config.use_cache and saved.generation_config.eos_token_id == [1, 5]
+    assert saved.generation_config.temperature == 0.5
+
+    # A run that had taken all its steps when it was killed saves the same.
+    generation = (tmp_path / "out/generation_config.json").read_text()
+    (tmp_path / "out/generation_config.json").unlink()
+    assert distill(write(recipe, tmp_path / "recipe.yaml"))["validation_loss"] == report["validation_loss"]
+    assert (tmp_path / "out/generation_config.json").read_text() == generation
+
+
+def test_run_of_another_text_is_refused(recipe, pair, tmp_path):
+    """A run is not continued on a text that has changed."""
+    text = tmp_path / "text"
+    text.mkdir()
+    for file in pair.glob("*.txt"):
+        (text / file.name).write_text(file.read_text())
+    recipe["data"]["files"] = [str(text / "*.txt")]
+    recipe["training"]["steps"] = 4
+    path = write(recipe, tmp_path / "recipe.yaml")
+    distill(path)
+    (text / "40.txt").write_text("WAR AND PEACE")
+    with pytest.raises(RecipeError, match="another text"):
+        distill(path)
+
+
+def test_run_that_dies_while_saving_continues(recipe, tmp_path, monkeypatch):
+    """A run that dies with half a checkpoint continues from the whole one before it."""
+    path = write(recipe, tmp_path / "recipe.yaml")
+    with monkeypatch.context() as patch, pytest.raises(InterruptedError):
+        die_while_saving(patch, 8)
+        distill(path)
+    assert [folder.name for folder in (tmp_path / "out").glob("checkpoint-*")] == ["checkpoint-4"]
+    assert distill(path)["steps"] == 8
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -157,13 +226,51 @@ def test_accumulation_changes_nothing(recipe, pair, tmp_path):
     assert moved < 1e-6 < 1e-4 < max((start[name] - value).abs().max() for name, value in ends[1].items())
 
 
+@pytest.mark.slow  # starts two processes
+@pytest.mark.parametrize("cut", [False, True])
+def test_two_processes_distill_as_one(recipe, tmp_path, cut):
+    """
+    Under plain SGD, whose step shows a gradient's size, two processes end with the weights and the log of one, also
+    where each holds its columns of the gate tables.
+    """
+    ends, logs = [], []
+    recipe["gate_tables"] = {"parallel": cut}
+    recipe["training"].update(learning_rate=0.003, max_grad_norm=1e9, logging_steps=3)
+    recipe["training"]["arguments"] = {"disable_tqdm": True, "optim": "sgd", "use_cpu": True}
+    for processes in (1, 2):
+        recipe["training"]["output_dir"] = str(tmp_path / str(processes))
+        path = write(recipe, tmp_path / "recipe.yaml")
+        distill(path) if processes == 1 else run_on(processes, distill, path)
+        ends.append(load_file(tmp_path / str(processes) / "model.safetensors"))
+        logs.append([line for line in read_log(tmp_path / str(processes) / "log.jsonl") if "loss" in line])
+        assert json.loads((tmp_path / str(processes) / "training.json").read_text())["tokens_seen"] == 8 * 128
+    for name, weight in ends[0].items():
+        torch.testing.assert_close(ends[1][name], weight, atol=1e-6, rtol=0, msg=name)
+    for key in ("loss", "grad_norm", "loss_logits", "loss_hidden_states"):
+        assert [line[key] for line in logs[1]] == pytest.approx([line[key] for line in logs[0]], rel=1e-4), key
+
+
+def test_logged_parts_add_up(recipe, pair, tmp_path):
+    """At each log the losses of its own, weighted, are the loss, also where an epoch ends within an accumulation."""
+    student = EGMLAForCausalLM.from_pretrained(pair / "student")
+    settings = {"sequences_per_device": 1, "batch_tokens": 96, "steps": 7, "logging_steps": 2}
+    arguments = {"eval_strategy": "no"}
+    trainer = make_trainer(recipe, tmp_path, student, tiny_llama(), **settings, arguments=arguments)
+    trainer.train()  # eight sequences, three a step: the third step of an epoch has two
+    lines = [line for line in trainer.state.log_history if "loss" in line]
+    assert [line["step"] for line in lines] == [2, 4, 6]
+    for line in lines:
+        total = line["loss_logits"] + line["loss_hidden_states"] + 0.5 * line["loss_labels"]
+        assert total == pytest.approx(line["loss"], rel=1e-4)
+
+
 def test_equal_models_have_no_loss(recipe, tmp_path):
     """A student that is its teacher has neither divergence nor errors, and the text's loss is the library's."""
     model, same = tiny_model(), tiny_model()
     trainer = make_trainer(recipe, tmp_path, model.train(), same, arguments={"eval_strategy": "no"})
     inputs = default_data_collator([trainer.train_dataset[i] for i in range(4)])
     total = trainer.compute_loss(model, inputs)
-    assert trainer.parts["logits"][0] < 1e-6 and trainer.parts["hidden_states"][0] < 1e-9
+    assert trainer.parts["logits"] < 1e-6 and trainer.parts["hidden_states"] < 1e-9
     torch.testing.assert_close(total, 0.5 * model(**inputs).loss)
 
 
@@ -193,6 +300,14 @@ def test_wrong_recipes_are_named(recipe, tmp_path, changes, message):
         load_recipe(write({**recipe, **changes}, tmp_path / "recipe.yaml"), DistillRecipe)
 
 
+def test_epochs_of_a_stream_are_refused(recipe, tmp_path):
+    """A stream has no length to count passes by; the recipe says so before a model is loaded."""
+    recipe["data"] |= {"streaming": True, "validation_documents": 2}
+    recipe["training"] |= {"steps": None, "epochs": 1}
+    with pytest.raises(RecipeError, match=r"`training\.epochs`.*`training\.steps`"):
+        load_recipe(write(recipe, tmp_path / "recipe.yaml"), DistillRecipe)
+
+
 def test_pairs_that_cannot_be_compared(recipe, tmp_path):
     """Another vocabulary, or other layers where hidden states are compared, is named; logits alone may do."""
     tiny_llama(num_hidden_layers=3).save_pretrained(tmp_path / "deeper")
@@ -206,6 +321,21 @@ def test_pairs_that_cannot_be_compared(recipe, tmp_path):
     logits_only = {**recipe, "models": models, "distillation": {"hidden_states": 0}}
     room.load_pair(load_recipe(write(logits_only, tmp_path / "recipe.yaml"), DistillRecipe))
     assert DistillationRecipe().temperature == 1
+
+
+@pytest.mark.parametrize(
+    ("key", "path", "message"),
+    [
+        ("student", "teacher", r"`models\.student`.*type llama.*egmla convert"),
+        ("student", "nowhere", r"`models\.student`.*cannot be loaded"),
+        ("teacher", "nowhere", r"`models\.teacher`.*cannot be loaded"),
+    ],
+)
+def test_models_that_do_not_load(recipe, pair, tmp_path, key, path, message):
+    """A student that was not converted, or folders that are not there, are named with their key."""
+    recipe["models"][key] = str(pair / path)
+    with pytest.raises(RecipeError, match=message):
+        distill(write(recipe, tmp_path / "recipe.yaml"))
 
 
 def test_recipe_that_comes_along():

@@ -11,7 +11,7 @@ import pytest
 import torch
 from conftest import tiny_model
 from peft import LoraConfig, get_peft_model
-from test_training import recipe, text_folder, write_recipe  # noqa: F401
+from test_training import die_while_saving, recipe, text_folder, write_recipe  # noqa: F401
 from torch import distributed as dist
 from torch import multiprocessing
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
@@ -301,3 +301,25 @@ def test_resume_on_another_number_of_processes(global_recipe, tmp_path):
     for steps, processes in ((2, 1), (4, 2), (6, 4), (8, 1)):
         moved = run_recipe(global_recipe, tmp_path, "moved", processes, {"parallel": True}, steps=steps, save_steps=2)
     assert_same_weights(moved, single, 2e-6, head=(2, 8))
+
+
+def check_dies_while_saving(path, step):
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(InterruptedError):
+        die_while_saving(patch, step)
+        training.train(path)
+
+
+@pytest.mark.slow  # starts two processes, twice
+def test_processes_that_die_while_saving_continue(global_recipe, tmp_path):
+    """Several processes that die with half a checkpoint continue from the whole one before it, with cut tables too."""
+    single = run_recipe(global_recipe, tmp_path, "single", 1, {"parallel": True}, steps=6, save_steps=2)
+
+    def die_at_four(processes, function, path):
+        run_on(processes, check_dies_while_saving, path, 4)
+        assert [folder.name for folder in (tmp_path / "died").glob("checkpoint-*")] == ["checkpoint-2"]
+        run_on(processes, function, path)
+
+    died = run_recipe(
+        global_recipe, tmp_path, "died", 2, {"parallel": True}, launch=die_at_four, steps=6, save_steps=2
+    )
+    assert_same_weights(died, single, 2e-6, head=(2, 8))

@@ -4,21 +4,27 @@ import importlib.util
 import json
 import os
 import random
+import re
+import shutil
 import subprocess
 import sys
+import tracemalloc
 from importlib.resources import files
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import yaml
 from datasets import Dataset
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from test_gqa import tiny_llama
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import modeling_egmla  # noqa: F401  registers the Auto classes
 from modeling_egmla.conversion.folders import write_whole
-from modeling_egmla.training import EGMLATrainer, RecipeError, load_recipe, train
+from modeling_egmla.training import EGMLATrainer, RecipeError, load_recipe, run, train
 from modeling_egmla.training.data import (
     is_validation,
     load_documents,
@@ -29,7 +35,7 @@ from modeling_egmla.training.data import (
 )
 from modeling_egmla.training.plot import loss_differences, plot_runs
 from modeling_egmla.training.recipe import DataRecipe, GateTablesRecipe, ModelRecipe
-from modeling_egmla.training.run import build_arguments, build_model
+from modeling_egmla.training.run import build_arguments, build_model, last_checkpoint
 from modeling_egmla.training.trainer import JSONLinesLog
 
 
@@ -178,6 +184,10 @@ def test_recipe_trains_a_model_that_loads(recipe, tmp_path):
         ("training", {"batch_tokens": 100}, "training.batch_tokens"),
         ("training", {"schedule": "cosin"}, "training.schedule"),
         ("training", {"arguments": {"bf17": True}}, "training.arguments.bf17"),
+        ("training", {"arguments": {"gradient_accumulation_steps": 2}}, "training.batch_tokens"),
+        ("training", {"arguments": {"per_device_train_batch_size": 2}}, "training.sequences_per_device"),
+        ("training", {"arguments": {"weight_decay": 0.5}}, "training.weight_decay"),
+        ("training", {"arguments": {"include_num_input_tokens_seen": "no"}}, "include_num_input_tokens_seen"),
         ("model", {"config": {"hidden": 3}}, "model.config.hidden"),
         ("model", {"path": "somewhere"}, "path"),
         ("data", {"files": ["nothing-here/*.txt"]}, "data.files"),
@@ -188,6 +198,7 @@ def test_recipe_trains_a_model_that_loads(recipe, tmp_path):
         ("model", {"preset": "egmla-base"}, "model.preset"),
         ("tokenizer", {"path": "nowhere/at-all", "vocab_size": None}, "tokenizer.path"),
         ("data", {"files": None, "dataset": "nowhere/at-all"}, "data.dataset"),
+        ("data", {"sequence_length": 1}, "data.sequence_length"),
         ("data", {"streaming": True}, "data.validation_documents"),
         ("data", {"streaming": True, "validation_documents": 3}, "tokenizer.vocab_size"),
         ("lora", {"r": 4}, "model.path"),
@@ -222,6 +233,28 @@ def test_wrong_key_of_fine_tuning_is_named(recipe, tmp_path, monkeypatch, sectio
     with pytest.raises(RecipeError, match=named.replace(".", r"\.")):
         train(write_recipe(recipe, tmp_path))
     assert not (tmp_path / "out").exists()
+
+
+def test_model_of_another_kind_is_refused(recipe, start, tmp_path):
+    """A folder with a Llama does not become a half random EG-MLA: the message names the way to bring it over."""
+    recipe["model"], recipe["tokenizer"] = {"path": str(tmp_path / "llama")}, {"path": start}
+    tiny_llama().save_pretrained(tmp_path / "llama")
+    with pytest.raises(RecipeError, match=r"`model\.path`.*type llama.*egmla convert"):
+        train(write_recipe(recipe, tmp_path))
+
+
+@pytest.mark.parametrize("lacking", ["missing", "another shape"])
+def test_model_with_missing_weights_is_refused(recipe, start, tmp_path, lacking):
+    """Nor are weights drawn at random where the folder lacks some, or has them for other sizes."""
+    recipe["model"] = recipe["tokenizer"] = {"path": start}
+    weights, name = load_file(Path(start) / "model.safetensors"), "model.layers.1.mlp.up_proj.weight"
+    if lacking == "missing":
+        del weights[name]
+    else:
+        weights[name] = weights[name][1:].clone()
+    save_file(weights, Path(start) / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(RecipeError, match=rf"`model\.path`.*{re.escape(name)}.*{lacking}"):
+        train(write_recipe(recipe, tmp_path))
 
 
 @pytest.mark.parametrize("key", ["model", "tokenizer", "data", "training.output_dir", "training.batch_tokens"])
@@ -287,6 +320,106 @@ def test_stopped_run_continues_to_the_same_weights(recipe, streamed, start, tmp_
     assert train(path)["steps"] == 8
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "stopped").state_dict()
     assert all(torch.equal(whole[name], again[name]) for name in whole)
+
+
+def die_while_saving(patch, step):
+    """Lets training die when it has written all of this step's checkpoint but the end."""
+    save = EGMLATrainer._save_rng_state
+
+    def die(self, output_dir):
+        if self.state.global_step == step:
+            raise InterruptedError
+        save(self, output_dir)
+
+    patch.setattr(EGMLATrainer, "_save_rng_state", die)
+
+
+def test_run_that_dies_while_saving_continues(recipe, tmp_path, monkeypatch):
+    """A checkpoint that is not whole has no name that it could be taken by: the run continues from the one before."""
+    recipe["training"]["arguments"] |= {"metric_for_best_model": "loss", "load_best_model_at_end": True}
+    train(write_recipe(recipe, tmp_path))
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+    recipe["training"]["output_dir"] = str(tmp_path / "stopped")
+    path = write_recipe(recipe, tmp_path)
+    with monkeypatch.context() as patch, pytest.raises(InterruptedError):
+        die_while_saving(patch, 8)
+        train(path)
+    checkpoints = sorted(folder.name for folder in (tmp_path / "stopped").glob("checkpoint-*"))
+    assert checkpoints == ["checkpoint-4"]
+    train(path)
+    resumed = AutoModelForCausalLM.from_pretrained(tmp_path / "stopped").state_dict()
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+    assert not (tmp_path / "stopped" / ".partial").exists()
+    state = json.loads((tmp_path / "stopped" / "checkpoint-8" / "trainer_state.json").read_text())
+    assert state["best_model_checkpoint"] == str(tmp_path / "stopped" / "checkpoint-8")
+
+    recipe["training"]["steps"] = 12
+    train(write_recipe(recipe, tmp_path))
+    checkpoints = sorted(folder.name for folder in (tmp_path / "stopped").glob("checkpoint-*"))
+    assert checkpoints == ["checkpoint-12", "checkpoint-8"]  # the last two
+
+
+def test_run_of_another_text_is_refused(recipe, text_folder, tmp_path):
+    """A run is not continued on a text that has changed, be it by one letter; put back, it is."""
+    own = tmp_path / "text"
+    shutil.copytree(text_folder, own)
+    recipe["data"]["files"] = [str(own / "*.txt")]
+    recipe["training"]["steps"] = 4
+    path = write_recipe(recipe, tmp_path)
+    train(path)
+    changed = next(file for file in sorted(own.iterdir()) if not is_validation(file.read_text(), 0.2))
+    before = changed.read_text()
+    changed.write_text(before + "a")
+    with pytest.raises(RecipeError, match=r"output_dir.*another text .*training_"):
+        train(path)
+    changed.write_text(before)
+    assert train(path)["steps"] == 4
+
+
+def test_run_of_another_stream_is_refused(recipe, streamed, tmp_path):
+    """Of a stream, its files and the validation text count, which are known before it is read."""
+    recipe["tokenizer"], recipe["data"] = {"path": "egmla-sotu"}, streamed
+    recipe["model"]["config"].pop("vocab_size")
+    recipe["training"]["steps"] = 4
+    path = write_recipe(recipe, tmp_path)
+    train(path)
+    with (tmp_path / "shards" / "part_2.jsonl").open("a") as file:
+        file.write(json.dumps({"text": "One more.", "id": 40}) + "\n")
+    with pytest.raises(RecipeError, match=r"another text .*`bytes`"):
+        train(path)
+
+
+def test_run_of_another_tokenizer_is_refused(recipe, start, tmp_path):
+    """A tokenizer whose folder was written anew does not take over a run."""
+    recipe["tokenizer"] = {"path": start}
+    recipe["training"]["steps"] = 4
+    path = write_recipe(recipe, tmp_path)
+    train(path)
+    assert train(path)["steps"] == 4
+    train_tokenizer(load_documents(DataRecipe(**recipe["data"])), 290).save_pretrained(start)
+    with pytest.raises(RecipeError, match="another tokenizer"):
+        train(path)
+
+
+def test_trained_tokenizer_is_kept(recipe, tmp_path, monkeypatch):
+    """A run that trained a tokenizer goes on with that one, whatever training another would give today."""
+    recipe["training"]["steps"] = 4
+    train(write_recipe(recipe, tmp_path))
+    recipe["training"]["steps"] = 5
+    monkeypatch.setattr(run, "train_tokenizer", None)
+    assert train(write_recipe(recipe, tmp_path))["steps"] == 5
+
+
+def test_tokens_of_whole_passes(recipe, tmp_path):
+    """A pass sees every block once, also where its last batch is smaller, and so does one that a longer run adds."""
+    del recipe["training"]["steps"]
+    recipe["training"].update(eval_steps=100, batch_tokens=32 * 7, sequences_per_device=1)
+    for epochs in (1, 2):
+        recipe["training"]["epochs"] = epochs
+        report = train(write_recipe(recipe, tmp_path))
+        blocks = report["training_text_tokens"] // 31
+        assert blocks % 7 and report["steps"] == epochs * (blocks // 7 + 1)
+        assert report["tokens_seen"] == epochs * blocks * 32 and report["passes"] == epochs
 
 
 def test_documents_stream(streamed):
@@ -427,6 +560,13 @@ def test_output_folder_of_another_recipe_is_refused(recipe, tmp_path):
         train(write_recipe(recipe, tmp_path))
 
 
+def test_checkpoint_is_looked_for_before_there_is_a_folder(recipe, tmp_path):
+    """Of several processes, those that look before the first one has made the folder find no checkpoint."""
+    assert last_checkpoint(load_recipe(write_recipe(recipe, tmp_path))) is None
+    (tmp_path / "out" / "checkpoint-12").mkdir(parents=True)
+    assert last_checkpoint(load_recipe(write_recipe(recipe, tmp_path))) == str(tmp_path / "out" / "checkpoint-12")
+
+
 @pytest.mark.parametrize("suffix", ["txt", "jsonl", "parquet"])
 def test_documents_load_from_files(tmp_path, suffix):
     """Text files are a document each; JSON Lines and parquet have one a row, in the column that is named."""
@@ -442,6 +582,23 @@ def test_documents_load_from_files(tmp_path, suffix):
     assert documents.column_names == ["text"] and list(documents["text"]) == texts
     with pytest.raises(RecipeError, match=r"data\.text_column"):
         load_documents(DataRecipe(files=[str(tmp_path / f"*.{suffix}")], text_column="nothing"))
+
+
+@pytest.mark.parametrize("kind", ["whole", "stream", "numbers"])
+def test_row_without_text_is_named(tmp_path, kind):
+    """A null in the column of the text, or a column of numbers, is named with its column and, if known, its row."""
+    rows = [{"message": number if kind == "numbers" else f"text {number}"} for number in range(20)]
+    rows[0 if kind == "numbers" else 7]["message"] = 0 if kind == "numbers" else None
+    (tmp_path / "all.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    files = {"files": [str(tmp_path / "*.jsonl")], "text_column": "message"}
+    if kind == "stream":
+        data = DataRecipe(**files, streaming=True, validation_documents=2)
+        with pytest.raises(RecipeError, match="a row of the stream has None in 'message'"):
+            split_documents(load_documents(data), 0.2, 2)
+    else:
+        row, value = (0, "0") if kind == "numbers" else (7, "None")
+        with pytest.raises(RecipeError, match=f"row {row}, from 0 .* has {value} in 'message'"):
+            load_documents(DataRecipe(**files))
 
 
 def test_split_keeps_documents_apart():
@@ -474,6 +631,16 @@ def test_unigram_loss():
     blocks = Dataset.from_dict({"labels": [[0, 1, 1, -100]]})
     train_blocks = Dataset.from_dict({"labels": [[0, 1, 1, 0]]})
     assert unigram_loss(train_blocks, blocks, 2) == pytest.approx(-torch.tensor(0.6).log().item())
+
+
+def test_unigram_loss_of_much_text():
+    """Memory does not grow with the text: here two million tokens, counted a thousand blocks at a time."""
+    blocks = Dataset.from_dict({"labels": np.random.default_rng(0).integers(0, 50, (4000, 512))})
+    tracemalloc.start()
+    loss = unigram_loss(blocks, blocks, 50)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert loss == pytest.approx(np.log(50), abs=1e-3) and peak < 20e6
 
 
 @pytest.mark.parametrize(

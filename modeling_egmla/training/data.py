@@ -2,15 +2,17 @@
 
 import glob
 import hashlib
+import json
 import math
 import os
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from datasets import Dataset, IterableDataset, load_dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from .recipe import DataRecipe, RecipeError
 
@@ -20,12 +22,18 @@ PADDING = "<|padding|>"  # Never in training text. Not end-of-text, so that mask
 FILE_FORMATS = {".txt": "text", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 
 
+def matching_files(patterns: list[str]) -> list[str]:
+    """The files that `data.files` names, sorted."""
+    return sorted({path for pattern in patterns for path in glob.glob(pattern, recursive=True)})
+
+
 def load_documents(recipe: DataRecipe, seed: int = 0) -> Dataset | IterableDataset:
     """
     Reads all documents into a dataset with the one column `text`; a stream comes shuffled by `seed`.
 
     Raises:
-        RecipeError: no file matches, files of several or of unknown kinds, no such dataset, or no such column.
+        RecipeError: no file matches, files of several or of unknown kinds, no such dataset, no such column, or a row
+            without text in it (of a stream, when it comes to that row).
     """
     if recipe.dataset is not None:
         try:
@@ -35,7 +43,7 @@ def load_documents(recipe: DataRecipe, seed: int = 0) -> Dataset | IterableDatas
         except (OSError, ValueError) as error:
             raise RecipeError(f"`data.dataset`: {recipe.dataset} cannot be loaded: {error}") from error
     else:
-        paths = sorted({path for pattern in recipe.files for path in glob.glob(pattern, recursive=True)})
+        paths = matching_files(recipe.files)
         if not paths:
             raise RecipeError(f"`data.files`: no file matches {recipe.files} in {os.getcwd()}.")
         formats = {FILE_FORMATS.get(Path(path).suffix) for path in paths}
@@ -47,9 +55,36 @@ def load_documents(recipe: DataRecipe, seed: int = 0) -> Dataset | IterableDatas
     if recipe.text_column not in columns:
         raise RecipeError(f"`data.text_column` is {recipe.text_column!r}, but there are {columns}.")
     documents = documents.select_columns(recipe.text_column)
+    documents = refuse_other_than_text(documents, recipe.text_column)
     if recipe.text_column != "text":
         documents = documents.rename_column(recipe.text_column, "text")
     return documents.shuffle(seed, buffer_size=recipe.shuffle_buffer) if recipe.streaming else documents
+
+
+def refuse_other_than_text(documents: Dataset | IterableDataset, column: str) -> Dataset | IterableDataset:
+    """
+    The same documents; a stream checks them as it gives them.
+
+    Raises:
+        RecipeError: a row has no text in the column, but null or a value of another kind.
+    """
+
+    def check(value: Any, row: int | None = None) -> bool:
+        if not isinstance(value, str):
+            where = "a row of the stream" if row is None else f"row {row}, from 0 and over all files,"
+            raise RecipeError(
+                f"`data.text_column`: {where} has {value!r} in {column!r}, which is no text. Take such rows out, or "
+                "name another column."
+            )
+        return True
+
+    if isinstance(documents, IterableDataset):
+        return documents.filter(check, input_columns=column)
+    dtype = getattr(documents.features[column], "dtype", None)
+    if documents.data.column(column).null_count or dtype not in ("string", "large_string"):
+        for row, value in enumerate(documents[column]):
+            check(value, row)
+    return documents
 
 
 def is_validation(text: str, validation_share: float) -> bool:
@@ -97,6 +132,25 @@ def split_documents(
             f"and {len(validation)} to validate with."
         )
     return train, validation
+
+
+def hash_documents(documents: Dataset) -> str:
+    """SHA-256 of the documents' texts, in their order; hexadecimal."""
+    digest = hashlib.sha256()
+    for text in documents["text"]:
+        digest.update(hashlib.sha256(text.encode()).digest())  # one by one, so that the borders between them count
+    return digest.hexdigest()
+
+
+def hash_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
+    """SHA-256 of all that decides which ids a text becomes; hexadecimal."""
+    if tokenizer.is_fast:
+        content = json.loads(tokenizer.backend_tokenizer.to_str())
+        del content["padding"], content["truncation"]  # of the last call
+    else:
+        content = tokenizer.get_vocab()
+    content = json.dumps([content, tokenizer.eos_token_id], sort_keys=True)
+    return hashlib.sha256(content.encode()).hexdigest()
 
 
 def train_tokenizer(documents: Dataset, vocab_size: int) -> PreTrainedTokenizerFast:
@@ -166,11 +220,20 @@ def pack_documents(
     return blocks
 
 
+def count_tokens(blocks: Dataset, vocab_size: int) -> np.ndarray:
+    """How often each id is predicted in the blocks, [vocab_size]."""
+    counts = np.zeros(vocab_size, dtype=np.int64)
+    for batch in blocks.select_columns("labels").with_format("numpy").iter(1000):  # all at once would fill the memory
+        labels = batch["labels"][:, 1:]
+        counts += np.bincount(labels[labels != -100], minlength=vocab_size)
+    return counts
+
+
 def unigram_loss(train_blocks: Dataset, validation_blocks: Dataset, vocab_size: int) -> float:
     """Validation loss, in nats a token, of predicting each token by its (add-one) frequency in the training text."""
-    counts = np.bincount(np.array(train_blocks["labels"])[:, 1:].ravel(), minlength=vocab_size) + 1.0
-    labels = np.array(validation_blocks["labels"])[:, 1:].ravel()
-    return float(-np.log(counts / counts.sum())[labels[labels != -100]].mean())
+    counts = count_tokens(train_blocks, vocab_size) + 1.0
+    wanted = count_tokens(validation_blocks, vocab_size)
+    return float(-(np.log(counts / counts.sum()) * wanted).sum() / wanted.sum())
 
 
 def bits_per_byte(loss: float, tokens: int, documents: Dataset) -> float:

@@ -6,23 +6,37 @@ hidden states behind each of its layers (squared error over squared length) and 
 """
 
 import json
-import shlex
-import sys
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-import yaml
 from huggingface_hub.dataclasses import strict
 from transformers import AutoModelForCausalLM, PreTrainedModel, default_data_collator
-from transformers.trainer_utils import get_last_checkpoint
 
 from ..conversion.folders import write_whole
 from ..modeling_egmla import EGMLAForCausalLM
-from .recipe import DataRecipe, GateTablesRecipe, RecipeError, TrainingRecipe, load_recipe, positive
-from .run import build_arguments, check_same_run, load_text, load_tokenizer, losses, train_to_the_end
+from .recipe import (
+    DataRecipe,
+    GateTablesRecipe,
+    RecipeError,
+    TrainingRecipe,
+    check_stream_length,
+    load_recipe,
+    positive,
+)
+from .run import (
+    build_arguments,
+    check_same_text,
+    finish,
+    last_checkpoint,
+    load_model,
+    load_text,
+    load_tokenizer,
+    train_to_the_end,
+    write_start,
+)
 from .trainer import EGMLATrainer, JSONLinesLog, mean_token_loss, token_losses
 
 
@@ -65,6 +79,9 @@ class DistillRecipe:
     distillation: DistillationRecipe = field(default_factory=DistillationRecipe)
     gate_tables: GateTablesRecipe = field(default_factory=GateTablesRecipe)
 
+    def validate_stream(self):
+        check_stream_length(self)
+
 
 class DistillationTrainer(EGMLATrainer):
     """
@@ -79,7 +96,8 @@ class DistillationTrainer(EGMLATrainer):
         super().__init__(*args, **kwargs)
         self.teacher = teacher.to(self.args.device).eval().requires_grad_(False)
         self.distillation = distillation
-        self.parts: dict[str, list[float]] = {}
+        self.parts: dict[str, torch.Tensor] = {}  # sums since the last log, which was at `parts_since` steps
+        self.parts_since = 0
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """The weighted sum of the losses, each a mean over predicted tokens of the whole batch."""
@@ -104,16 +122,22 @@ class DistillationTrainer(EGMLATrainer):
             losses["hidden_states"] = errors[:, :-1][predicted].sum() / count
         if weights.labels:
             losses["labels"] = token_losses(outputs.logits, inputs["labels"]).sum() / count
+        if num_items_in_batch is not None and self.args.average_tokens_across_devices:
+            # The tokens of all processes were counted, and gradients are averaged over processes.
+            losses = {name: loss * self.accelerator.num_processes for name, loss in losses.items()}
+        if not self.parts:
+            self.parts_since = self.state.global_step
         for name, loss in losses.items():
-            self.parts.setdefault(name, []).append(loss.item())
+            self.parts[name] = self.parts.get(name, 0.0) + loss.detach()
         total = sum(getattr(weights, name) * loss for name, loss in losses.items())
         return (total, outputs) if return_outputs else total
 
     def log(self, logs, *args, **kwargs):
-        """As the library's, with each loss of its own since the last time."""
+        """As the library's, with the mean of each loss of its own over the steps since the last time."""
         if "loss" in logs:
-            steps = self.args.gradient_accumulation_steps
-            logs = {**logs, **{f"loss_{name}": sum(p) / len(p) * steps for name, p in self.parts.items() if p}}
+            steps = self.state.global_step - self.parts_since
+            parts = self.accelerator.reduce(self.parts, "mean")
+            logs = {**logs, **{f"loss_{name}": part.item() / steps for name, part in parts.items()}}
             self.parts = {}
         super().log(logs, *args, **kwargs)
 
@@ -138,10 +162,10 @@ def load_pair(recipe: DistillRecipe) -> tuple[EGMLAForCausalLM, PreTrainedModel]
     Loads student and teacher, in float32.
 
     Raises:
-        RecipeError: they cannot be compared, or the sequences of the recipe are too long for one of them.
+        RecipeError: one does not load, they cannot be compared, or the recipe's sequences are too long for one.
     """
-    student = EGMLAForCausalLM.from_pretrained(recipe.models.student, dtype=torch.float32)
-    teacher = AutoModelForCausalLM.from_pretrained(recipe.models.teacher, dtype=torch.float32)
+    student = load_model(recipe.models.student, key="models.student")
+    teacher = load_model(recipe.models.teacher, key="models.teacher", model_class=AutoModelForCausalLM)
     same = ["vocab_size"] + (["hidden_size", "num_hidden_layers"] if recipe.distillation.hidden_states else [])
     for name in same:
         ours, theirs = getattr(student.config, name), getattr(teacher.config, name)
@@ -159,29 +183,28 @@ def load_pair(recipe: DistillRecipe) -> tuple[EGMLAForCausalLM, PreTrainedModel]
 def distill(recipe_path: str | Path) -> dict[str, Any]:
     """
     Runs a recipe. The output folder gets checkpoints, `log.jsonl` (validation losses from the start on), a copy of the
-    recipe, and at the end the model, its tokenizer and `training.json`. A run whose folder has a checkpoint continues
-    from it, to the same weights.
+    recipe, `text.json` (what identifies text and tokenizer), and at the end the model, its tokenizer and
+    `training.json`. A run whose folder has a checkpoint continues from it, to the same weights.
 
     Returns:
-        What `training.json` says: validation losses in nats a token, of the teacher, of the student before and after,
-        tokens, seconds, and the command.
+        What `training.json` says: validation losses in nats a token, of the teacher, of the student before and of its
+        saved weights, reloaded; tokens, seconds, and the command.
 
     Raises:
-        RecipeError: the recipe is wrong, or the output folder belongs to another one.
+        RecipeError: the recipe is wrong, or the output folder belongs to another one or to another text.
     """
     recipe = load_recipe(recipe_path, DistillRecipe)
     arguments = build_arguments(recipe.training, recipe.data.sequence_length)
     folder = Path(recipe.training.output_dir)
-    kept_recipe = folder / "recipe.yaml"
-    if kept_recipe.exists():
-        check_same_run(load_recipe(kept_recipe, DistillRecipe), recipe)
+    checkpoint = last_checkpoint(recipe)
 
     student, teacher = load_pair(recipe)
     tokenizer = load_tokenizer(recipe.models.student, key="models.student")
     with arguments.main_process_first():
         text = load_text(recipe.data, recipe.training.seed, tokenizer)
+        identity = check_same_text(recipe, text, checkpoint)
 
-    use_cache, generation = student.config.use_cache, student.generation_config
+    use_cache, generation = student.config.use_cache, student.generation_config.to_diff_dict()
     evaluation = {
         "args": arguments,
         "eval_dataset": text.validation_blocks,
@@ -201,36 +224,24 @@ def distill(recipe_path: str | Path) -> dict[str, Any]:
         **evaluation,
     )
     teacher_file = folder / "teacher.json"
-    checkpoint = get_last_checkpoint(folder) if folder.is_dir() else None
+    if trainer.is_world_process_zero():
+        write_start(recipe, identity)
     if checkpoint is None:
-        folder.mkdir(parents=True, exist_ok=True)
         teacher_loss = EGMLATrainer(model=teacher, **evaluation).evaluate()["eval_loss"]
         # Not by `evaluate` before: several processes would then train copies that are never synchronised.
         arguments.eval_on_start = True
         if trainer.is_world_process_zero():
             write_whole(teacher_file, json.dumps({"teacher_validation_loss": teacher_loss}) + "\n")
-            write_whole(kept_recipe, yaml.safe_dump(asdict(recipe), sort_keys=False))
     train_to_the_end(trainer, log, recipe.training, checkpoint)
 
-    metrics, seconds = trainer.evaluate(), log.seconds
-    model = trainer.accelerator.unwrap_model(trainer.model)
-    model.config.use_cache, model.generation_config = use_cache, generation
-    steps = trainer.state.global_step
+    seconds = log.seconds
     report = {
         **json.loads(teacher_file.read_text(encoding="utf-8")),
         "initial_validation_loss": log.initial_validation_loss(),
-        **losses(text, metrics, model.config.vocab_size),
-        "steps": steps,
-        "tokens_seen": steps * recipe.training.batch_tokens,
-        "parameters": model.num_parameters(),
-        "seed": recipe.training.seed,
+        **finish(trainer, recipe.training, text, use_cache, generation),
+        "parameters": student.num_parameters(),
         "seconds": seconds,
-        "command": shlex.join(["egmla", *sys.argv[1:]]),
     }
-    if not recipe.data.streaming:
-        report["passes"] = report["tokens_seen"] / (len(text.train_blocks) * recipe.data.sequence_length)
     if trainer.is_world_process_zero():
-        model.to(getattr(torch, recipe.training.save_dtype)).save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
         write_whole(folder / "training.json", json.dumps(report, indent=2) + "\n")
     return report

@@ -13,6 +13,19 @@ from transformers import GenerationConfig, SchedulerType, TrainingArguments
 from ..configuration_egmla import EGMLAConfig
 
 
+# Arguments of Trainer that a recipe sets by another key's name; those of the same name are in `TrainingRecipe` itself.
+RECIPE_KEYS = {
+    "per_device_train_batch_size": "sequences_per_device",
+    "auto_find_batch_size": "sequences_per_device",
+    "gradient_accumulation_steps": "batch_tokens",
+    "max_steps": "steps",
+    "num_train_epochs": "epochs",
+    "lr_scheduler_type": "schedule",
+    "lr_scheduler_kwargs": "schedule_arguments",
+    "warmup_ratio": "warmup_steps",
+}
+
+
 class RecipeError(ValueError):
     """A recipe cannot be run; the message names the key."""
 
@@ -29,6 +42,12 @@ def share(value):
     """A number between zero and one."""
     if not 0 < value < 1:
         raise ValueError(f"must lie between 0 and 1, but is {value}")
+
+
+def check_stream_length(recipe) -> None:
+    """Raises a `ValueError` if a recipe counts passes over a stream."""
+    if recipe.data.streaming and recipe.training.epochs is not None:
+        raise ValueError("`training.epochs`: a stream has no known length, so give `training.steps`.")
 
 
 @strict
@@ -87,12 +106,17 @@ class DataRecipe:
             raise ValueError("`data` needs either `files` or `dataset`.")
         if self.streaming and self.validation_documents is None:
             raise ValueError("`data.streaming` needs `data.validation_documents`: how many to hold out.")
+        if self.sequence_length < 2:
+            raise ValueError("`data.sequence_length` must be at least 2: a single token predicts none.")
 
 
 @strict
 @dataclass
 class TrainingRecipe:
-    """How to train. `arguments` goes to `TrainingArguments` as it is (bf16, gradient_checkpointing, ...)."""
+    """
+    How to train. `arguments` goes to `TrainingArguments` as it is (bf16, gradient_checkpointing, ...), but may not say
+    what has a key here.
+    """
 
     output_dir: str
     learning_rate: float = positive()
@@ -125,6 +149,13 @@ class TrainingRecipe:
             raise ValueError(f"`training.schedule` must be one of {schedules}, but is {self.schedule!r}.")
         if unknown := set(self.arguments) - {f.name for f in fields(TrainingArguments)}:
             raise ValueError(f"`training.arguments.{min(unknown)}` is no field of TrainingArguments.")
+        if "include_num_input_tokens_seen" in self.arguments:
+            raise ValueError(
+                "`training.arguments.include_num_input_tokens_seen`: all tokens are counted anyway. Leave it out."
+            )
+        own = {f.name: f.name for f in fields(self)} | RECIPE_KEYS
+        if taken := sorted(set(self.arguments) & set(own)):
+            raise ValueError(f"`training.arguments.{taken[0]}`: give `training.{own[taken[0]]}` in its place.")
 
 
 @strict
@@ -176,8 +207,7 @@ class Recipe:
             raise ValueError(f"`lora.{min(unknown)}` is no field of PEFT's LoraConfig.")
 
     def validate_stream(self):
-        if self.data.streaming and self.training.epochs is not None:
-            raise ValueError("`training.epochs`: a stream has no known length, so give `training.steps`.")
+        check_stream_length(self)
         if self.data.streaming and self.tokenizer.path is None:
             raise ValueError("`tokenizer.vocab_size`: a tokenizer is not trained on a stream; give `tokenizer.path`.")
 

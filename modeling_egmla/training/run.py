@@ -16,19 +16,31 @@ from datasets import Dataset, IterableDataset
 from transformers import (
     AutoTokenizer,
     GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
     PreTrainedTokenizerBase,
     TrainerState,
     TrainingArguments,
     default_data_collator,
     get_scheduler,
 )
-from transformers.trainer_utils import get_last_checkpoint
+from transformers.trainer_utils import align_special_tokens, get_last_checkpoint
 
 from ..configuration import preset_path
 from ..configuration_egmla import EGMLAConfig
 from ..conversion.folders import write_whole
 from ..modeling_egmla import EGMLAForCausalLM
-from .data import bits_per_byte, load_documents, pack_documents, split_documents, train_tokenizer, unigram_loss
+from .data import (
+    bits_per_byte,
+    hash_documents,
+    hash_tokenizer,
+    load_documents,
+    matching_files,
+    pack_documents,
+    split_documents,
+    train_tokenizer,
+    unigram_loss,
+)
 from .parallel import full_state_dict
 from .plot import plot_runs
 from .recipe import DataRecipe, ModelRecipe, Recipe, RecipeError, TrainingRecipe, load_recipe
@@ -59,6 +71,43 @@ def load_tokenizer(path: str, key: str = "tokenizer.path") -> PreTrainedTokenize
     return tokenizer
 
 
+def load_model(path: str, key: str, model_class: type = EGMLAForCausalLM) -> PreTrainedModel:
+    """
+    Loads the trained model that the recipe names under `key`, in float32.
+
+    Args:
+        path: folder or Hub id, or a preset that has weights.
+        key: of the recipe.
+        model_class: `AutoModelForCausalLM` takes models of any kind, `EGMLAForCausalLM` only EG-MLA.
+
+    Raises:
+        RecipeError: there is none, or one of another kind, or weights are missing or of other shapes.
+    """
+    path = trained_model(path)
+    try:
+        kind = PreTrainedConfig.get_config_dict(path)[0].get("model_type")
+        if model_class is EGMLAForCausalLM and kind != EGMLAConfig.model_type:
+            raise RecipeError(
+                f"`{key}`: {path} is a model of type {kind}, not {EGMLAConfig.model_type}. Bring it over first, by "
+                f"`egmla convert {path} FOLDER`, and name that folder."
+            )
+        model, info = model_class.from_pretrained(
+            path, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True
+        )
+    except RecipeError:
+        raise
+    except (OSError, ValueError) as error:
+        raise RecipeError(f"`{key}`: {path} cannot be loaded: {error}") from error
+    mismatched = {name for name, *_ in info["mismatched_keys"]}
+    if lacking := sorted(mismatched | set(info["missing_keys"])):
+        what = "of another shape than its config.json says" if lacking[0] in mismatched else "missing"
+        raise RecipeError(
+            f"`{key}`: of {path} {len(lacking)} weights do not load, first {lacking[0]}, which is {what}. Save or "
+            "convert the model anew."
+        )
+    return model
+
+
 def build_model(recipe: ModelRecipe, tokenizer, seed: int) -> EGMLAForCausalLM:
     """
     Loads the recipe's model, or makes one with the tokenizer's special ids and, unless the recipe says, its size.
@@ -68,10 +117,7 @@ def build_model(recipe: ModelRecipe, tokenizer, seed: int) -> EGMLAForCausalLM:
     """
     special_ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     if recipe.path is not None:
-        try:
-            model = EGMLAForCausalLM.from_pretrained(trained_model(recipe.path), dtype=torch.float32)
-        except (OSError, ValueError) as error:
-            raise RecipeError(f"`model.path`: {recipe.path} cannot be loaded: {error}") from error
+        model = load_model(recipe.path, key="model.path")
     else:
         try:
             preset = EGMLAConfig.from_preset(recipe.preset).to_diff_dict() if recipe.preset else {}
@@ -141,6 +187,7 @@ def build_arguments(recipe: TrainingRecipe, sequence_length: int) -> TrainingArg
         "save_steps": recipe.save_steps,
         "save_total_limit": 2,
         "logging_steps": recipe.logging_steps,
+        "include_num_input_tokens_seen": "all",
         "report_to": "none",
         "disable_tqdm": not sys.stderr.isatty(),  # a bar in a terminal, lines in a file
         # Without it, several processes on a CPU would each train a copy of their own.
@@ -164,28 +211,33 @@ def build_arguments(recipe: TrainingRecipe, sequence_length: int) -> TrainingArg
     return arguments
 
 
-def save_final(trainer: EGMLATrainer, tokenizer, recipe: Recipe, folder: Path) -> None:
+def save_final(trainer: EGMLATrainer, tokenizer, recipe: TrainingRecipe, generation: dict[str, Any]) -> None:
     """
     Saves model, tokenizer and generation_config; with LoRA, the adapter in `adapter/` and the model with the adapter
     merged into it, which the trainer holds from then on. Weights are stored in `training.save_dtype`; config.json
     keeps the dtype that was computed in, and loading returns to it. Ids that no token has are never sampled.
+
+    Args:
+        generation: what the generation_config says beside that and the special ids.
     """
+    folder = Path(recipe.output_dir)
     gather = full_state_dict if trainer.cuts_tables else trainer.accelerator.get_state_dict
     state_dict = gather(trainer.model)
     model = trainer.accelerator.unwrap_model(trainer.model)
-    if recipe.lora is not None:
+    if not isinstance(model, EGMLAForCausalLM):
         if trainer.is_world_process_zero():
             model.save_pretrained(folder / "adapter")
         trainer.model = trainer.model_wrapped = model = model.merge_and_unload()
         state_dict = model.state_dict()
     if not trainer.is_world_process_zero():
         return
-    settings = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    align_special_tokens(model, tokenizer)  # as Trainer does, but not for a run that had taken all its steps
+    special = ("bos_token_id", "eos_token_id", "pad_token_id")
+    settings = {name: getattr(model.generation_config, name) for name in special}
     if len(tokenizer) < model.config.vocab_size:
         settings["suppress_tokens"] = list(range(len(tokenizer), model.config.vocab_size))
-    earlier = model.generation_config.to_diff_dict() if recipe.model.path is not None else {}
-    model.generation_config = GenerationConfig(**{**earlier, **recipe.generation, **settings})
-    dtype = getattr(torch, recipe.training.save_dtype)
+    model.generation_config = GenerationConfig(**{**generation, **settings})
+    dtype = getattr(torch, recipe.save_dtype)
     stored = {}  # One tensor for weights that are tied, which are then saved once.
     state_dict = {name: stored.setdefault(weight.data_ptr(), weight.to(dtype)) for name, weight in state_dict.items()}
     model.save_pretrained(folder, state_dict=state_dict)
@@ -204,6 +256,20 @@ def check_same_run(earlier: Recipe, recipe: Recipe) -> None:
                 f"`training.output_dir`: {folder} holds a run whose recipe differs in `{section}`. Name another "
                 "folder, or empty this one."
             )
+
+
+def last_checkpoint(recipe: Recipe) -> str | None:
+    """
+    The checkpoint that a run of the recipe continues from, if there is one.
+
+    Raises:
+        RecipeError: the output folder holds a run of another recipe.
+    """
+    folder = Path(recipe.training.output_dir)
+    kept = folder / "recipe.yaml"
+    if kept.exists():
+        check_same_run(load_recipe(kept, type(recipe)), recipe)
+    return get_last_checkpoint(folder) if folder.is_dir() else None
 
 
 def is_finished(checkpoint: str, recipe: TrainingRecipe) -> bool:
@@ -264,6 +330,57 @@ def load_text(data: DataRecipe, seed: int, tokenizer: PreTrainedTokenizerBase | 
     return Text(tokenizer, train, validation, train_blocks, validation_blocks)
 
 
+def identify(data: DataRecipe, text: Text) -> dict[str, Any]:
+    """
+    What `text.json` keeps, so that a run is continued on the text and with the tokenizer that it began with: numbers
+    of documents, the SHA-256 of their texts and that of the tokenizer. Of a stream, what is known before it is read:
+    its validation text, which comes first, and number and bytes of its files, if it has any.
+    """
+    identity = {
+        "tokenizer_sha256": hash_tokenizer(text.tokenizer),
+        "validation_documents": len(text.validation_documents),
+        "validation_sha256": hash_documents(text.validation_documents),
+    }
+    if isinstance(text.train_documents, Dataset):
+        identity |= {
+            "training_documents": len(text.train_documents),
+            "training_sha256": hash_documents(text.train_documents),
+        }
+    elif data.files is not None:
+        paths = matching_files(data.files)
+        identity |= {"files": len(paths), "bytes": sum(os.path.getsize(path) for path in paths)}
+    return identity
+
+
+def check_same_text(recipe: Recipe, text: Text, checkpoint: str | None) -> dict[str, Any]:
+    """
+    Compares the text with that of the run that is continued, if one is, and returns what identifies it.
+
+    Raises:
+        RecipeError: the run began with another text or tokenizer.
+    """
+    identity = identify(recipe.data, text)
+    folder = Path(recipe.training.output_dir)
+    kept = folder / "text.json"
+    if checkpoint is not None and kept.exists():
+        earlier = json.loads(kept.read_text(encoding="utf-8"))
+        if changed := [key for key in identity if identity[key] != earlier.get(key)]:
+            what = "tokenizer" if changed[0].startswith("tokenizer") else "text"
+            raise RecipeError(
+                f"`training.output_dir`: {folder} holds a run that began with another {what} (`{changed[0]}` in its "
+                f"text.json is {earlier.get(changed[0])}, but now {identity[changed[0]]}). Bring that {what} back, or "
+                "name another folder, or empty this one."
+            )
+    return identity
+
+
+def write_start(recipe: Recipe, identity: dict[str, Any]) -> None:
+    """Writes what a later command compares with before it continues the run: the recipe and [`identify`]'s answer."""
+    folder = Path(recipe.training.output_dir)
+    write_whole(folder / "text.json", json.dumps(identity, indent=2) + "\n")
+    write_whole(folder / "recipe.yaml", yaml.safe_dump(asdict(recipe), sort_keys=False))
+
+
 def losses(text: Text, metrics: dict[str, float], vocab_size: int) -> dict[str, Any]:
     """The validation loss in nats a token and bits a byte, what it is over, and unigrams' (not for a stream)."""
     loss, tokens = metrics["eval_loss"], metrics["eval_tokens"]
@@ -282,11 +399,46 @@ def losses(text: Text, metrics: dict[str, float], vocab_size: int) -> dict[str, 
     return report
 
 
+def finish(
+    trainer: EGMLATrainer, recipe: TrainingRecipe, text: Text, use_cache: bool, generation: dict[str, Any]
+) -> dict[str, Any]:
+    """
+    Saves the model and evaluates what was saved.
+
+    Args:
+        recipe: of the training.
+        text: that the run learnt from.
+        use_cache: of the model's config, where Trainer turned it off.
+        generation: of the saved generation_config.
+
+    Returns:
+        What every run reports: the losses of the saved weights, steps, tokens, passes (not over a stream), seed,
+        command.
+    """
+    trainer.model.config.use_cache = use_cache
+    save_final(trainer, text.tokenizer, recipe, generation)
+    trainer.accelerator.wait_for_everyone()
+
+    # The loss that counts is that of the weights as they were stored.
+    trainer.model.load_state_dict(EGMLAForCausalLM.from_pretrained(recipe.output_dir).state_dict())
+    metrics = trainer.evaluate()
+    report = {
+        **losses(text, metrics, trainer.model.config.vocab_size),
+        "steps": trainer.state.global_step,
+        "tokens_seen": trainer.state.num_input_tokens_seen,
+        "seed": recipe.seed,
+        "command": shlex.join(["egmla", *sys.argv[1:]]),
+    }
+    if isinstance(text.train_blocks, Dataset):
+        report["passes"] = report["tokens_seen"] / (len(text.train_blocks) * len(text.train_blocks[0]["input_ids"]))
+    return report
+
+
 def train(recipe_path: str | Path) -> dict[str, Any]:
     """
-    Runs a recipe. The output folder gets checkpoints, `log.jsonl`, a copy of the recipe, and at the end the model, its
-    tokenizer, `training.json` and, with matplotlib, `loss.png`. A run whose folder has a checkpoint continues from it,
-    to the same weights.
+    Runs a recipe. The output folder gets checkpoints, `log.jsonl`, a copy of the recipe, `text.json` (what identifies
+    text and tokenizer), and at the end the model, its tokenizer, `training.json` and, with matplotlib, `loss.png`. A
+    run whose folder has a checkpoint continues from it, to the same weights.
 
     Returns:
         What `training.json` says: losses in nats a token (of the saved weights, reloaded; before fine-tuning; of
@@ -294,19 +446,23 @@ def train(recipe_path: str | Path) -> dict[str, Any]:
         command; except of a stream, passes over the text.
 
     Raises:
-        RecipeError: the recipe is wrong, or the output folder belongs to another one.
+        RecipeError: the recipe is wrong, or the output folder belongs to another one or to another text.
     """
     recipe = load_recipe(recipe_path)
     arguments = build_arguments(recipe.training, recipe.data.sequence_length)
     folder = Path(recipe.training.output_dir)
-    kept_recipe = folder / "recipe.yaml"
-    if kept_recipe.exists():
-        check_same_run(load_recipe(kept_recipe), recipe)
+    # Before the first process makes the folder, and long before it writes a checkpoint, so that all find the same.
+    checkpoint = last_checkpoint(recipe)
 
     with arguments.main_process_first():
-        wanted = recipe.tokenizer
-        tokenizer = wanted.vocab_size if wanted.path is None else load_tokenizer(wanted.path)
+        if recipe.tokenizer.path is not None:
+            tokenizer = load_tokenizer(recipe.tokenizer.path)
+        elif checkpoint is not None:
+            tokenizer = load_tokenizer(checkpoint)  # the one that the run trained
+        else:
+            tokenizer = recipe.tokenizer.vocab_size
         text = load_text(recipe.data, recipe.training.seed, tokenizer)
+        identity = check_same_text(recipe, text, checkpoint)
     tokenizer = text.tokenizer
     model = build_model(recipe.model, tokenizer, recipe.training.seed)
     length = recipe.data.sequence_length
@@ -320,6 +476,8 @@ def train(recipe_path: str | Path) -> dict[str, Any]:
         "gate_table_parameters": sum(p.numel() for n, p in model.named_parameters() if "kv_gate_embed" in n),
     }
     use_cache = model.config.use_cache  # Trainer turns it off.
+    trained = recipe.model.path is not None
+    generation = {**(model.generation_config.to_diff_dict() if trained else {}), **recipe.generation}
     if recipe.lora is not None:
         model = add_lora(model, recipe.lora, recipe.training.seed)
     sizes["trainable_parameters"] = sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -338,36 +496,16 @@ def train(recipe_path: str | Path) -> dict[str, Any]:
         gate_tables=recipe.gate_tables,
     )
     if trainer.is_world_process_zero():
-        folder.mkdir(parents=True, exist_ok=True)
-        write_whole(kept_recipe, yaml.safe_dump(asdict(recipe), sort_keys=False))
-    checkpoint = get_last_checkpoint(folder)
-    if checkpoint is None and recipe.model.path is not None:
+        write_start(recipe, identity)
+    if checkpoint is None and trained:
         # What fine-tuning starts from, as step 0 of the log. Not by `evaluate`, after which Trainer would train on
         # several processes without synchronising them.
         arguments.eval_on_start = True
     train_to_the_end(trainer, log, recipe.training, checkpoint)
     seconds = log.seconds
-    trainer.model.config.use_cache = use_cache
-    save_final(trainer, tokenizer, recipe, folder)
-    trainer.accelerator.wait_for_everyone()
-
-    # The loss that counts is that of the weights as they were stored.
-    trainer.model.load_state_dict(EGMLAForCausalLM.from_pretrained(folder).state_dict())
-    metrics = trainer.evaluate()
-    steps = trainer.state.global_step
-    report = {
-        **losses(text, metrics, trainer.model.config.vocab_size),
-        "steps": steps,
-        **sizes,
-        "tokens_seen": steps * recipe.training.batch_tokens,
-        "seed": recipe.training.seed,
-        "seconds": seconds,
-        "command": shlex.join(["egmla", *sys.argv[1:]]),
-    }
-    if recipe.model.path is not None:
+    report = {**finish(trainer, recipe.training, text, use_cache, generation), **sizes, "seconds": seconds}
+    if trained:
         report["initial_validation_loss"] = log.initial_validation_loss()
-    if not recipe.data.streaming:
-        report["passes"] = report["tokens_seen"] / (len(text.train_blocks) * length)
     if trainer.is_world_process_zero():
         write_whole(folder / "training.json", json.dumps(report, indent=2) + "\n")
         if importlib.util.find_spec("matplotlib") is not None:

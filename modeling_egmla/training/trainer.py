@@ -1,6 +1,8 @@
 """The library's Trainer with a parameter group for gate tables, an exact validation loss and a JSON Lines log."""
 
 import json
+import os
+import shutil
 import time
 from pathlib import Path
 
@@ -9,8 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 from transformers import EvalPrediction, Trainer, TrainerCallback
+from transformers.trainer_utils import rotate_checkpoints
 
-from ..conversion.folders import write_whole
+from ..conversion.folders import publish, write_whole
 from . import parallel
 from .log import read_log
 from .recipe import GateTablesRecipe
@@ -20,13 +23,14 @@ class EGMLATrainer(Trainer):
     """
     The library's Trainer with gate tables in a parameter group of their own, and with `gate_tables.parallel` cut by
     columns over the processes. Checkpoints are those of one process either way, and any number of processes may
-    continue from them.
+    continue from them. They are written in `.partial` and get their names when they are whole.
 
     Norms and biases are not decayed either, as everywhere in the library: their size is what they are there to set.
     """
 
     def __init__(self, *args, gate_tables: GateTablesRecipe | None = None, **kwargs):
         self.gate_tables = gate_tables or GateTablesRecipe()
+        self.is_saving = False
         super().__init__(*args, **kwargs)
         self.cuts_tables = self.gate_tables.parallel and self.args.world_size > 1
         if self.cuts_tables:
@@ -64,6 +68,33 @@ class EGMLATrainer(Trainer):
             model = self.accelerator.prepare_model(model, evaluation_mode=True)
             model = DistributedDataParallel(model, **self.accelerator.ddp_handler.to_kwargs())
         return model
+
+    def _get_output_dir(self, trial):
+        folder = super()._get_output_dir(trial)
+        return os.path.join(folder, ".partial") if self.is_saving else folder
+
+    def _save_checkpoint(self, model, trial):
+        folder = Path(self._get_output_dir(trial))
+        checkpoint = folder / f"checkpoint-{self.state.global_step}"
+        partial = folder / ".partial" / checkpoint.name
+        if self.args.should_save:
+            shutil.rmtree(partial.parent, ignore_errors=True)  # of a process that was killed
+        self.accelerator.wait_for_everyone()
+        self.is_saving = True
+        try:
+            super()._save_checkpoint(model, trial)
+        finally:
+            self.is_saving = False
+        self.accelerator.wait_for_everyone()
+        best = self.state.best_model_checkpoint
+        if best is not None and Path(best) == partial:
+            self.state.best_model_checkpoint = str(checkpoint)
+        if self.args.should_save:
+            self.state.save_to_json(partial / "trainer_state.json")
+            publish(partial, checkpoint)
+            shutil.rmtree(partial.parent, ignore_errors=True)
+            rotate_checkpoints(folder, self.args.save_total_limit, self.state.best_model_checkpoint, use_mtime=True)
+        self.accelerator.wait_for_everyone()
 
     def _save(self, output_dir=None, state_dict=None):
         if self.cuts_tables and state_dict is None:
