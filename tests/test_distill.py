@@ -17,6 +17,7 @@ from tiny_export import tiny_tokenizer
 from transformers import AutoTokenizer, TrainerCallback, default_data_collator
 
 from modeling_egmla import EGMLAForCausalLM
+from modeling_egmla.commands.train import summary
 from modeling_egmla.conversion.converter import convert
 from modeling_egmla.conversion.stages import LatentStart
 from modeling_egmla.training import RecipeError
@@ -194,6 +195,7 @@ def test_keys_of_the_data_count(recipe, tmp_path, streaming):
     report = distill(write({**recipe, "data": data}, tmp_path / "recipe.yaml"))
     assert report["validation_documents"] == 2 and report["steps"] == 8
     assert ("passes" in report) is not streaming
+    assert ("passes" in summary(report)) is not streaming and "teacher: 6." in summary(report)
 
 
 def make_trainer(recipe: dict, tmp_path: Path, student, teacher, **training) -> DistillationTrainer:

@@ -1,11 +1,13 @@
 """`egmla distill`: heal a converted model with its source as teacher."""
 
+import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from .common import console, need
+from .train import summary
 
 
 def distill(
@@ -25,8 +27,5 @@ def distill(
     from ..training.distill import distill as run
 
     report = run(recipe)
-    console().print(
-        f"{report['steps']} steps, {report['tokens_seen']:,} tokens ({report['passes']:.2f} passes), "
-        f"{report['seconds'] / 60:.1f} min: validation loss {report['validation_loss']:.4f} nats a token "
-        f"(before: {report['initial_validation_loss']:.4f}, teacher: {report['teacher_validation_loss']:.4f})."
-    )
+    if int(os.environ.get("RANK", "0")) == 0:  # of several processes one speaks
+        console().print(summary(report))

@@ -35,18 +35,22 @@ def train(
     report = training.train(path)
     if int(os.environ.get("RANK", "0")) != 0:
         return  # of several processes one speaks
+    console().print(summary(report))
+    if not is_installed("matplotlib"):
+        console().print("No loss.png was drawn, since matplotlib is not installed: pip install 'egmla[plot]'")
+
+
+def summary(report: dict) -> str:
+    """What a run's training.json says, in a sentence."""
     details = [f"{report['validation_bits_per_byte']:.4f} bits a byte"]
-    if "initial_validation_loss" in report:
-        details.append(f"before: {report['initial_validation_loss']:.4f}")
-    if "unigram_validation_loss" in report:
-        details.append(f"unigrams: {report['unigram_validation_loss']:.4f}")
+    others = {"before": "initial", "teacher": "teacher", "unigrams": "unigram"}
+    losses = {said: report.get(f"{name}_validation_loss") for said, name in others.items()}
+    details += [f"{said}: {loss:.4f}" for said, loss in losses.items() if loss is not None]
     passes = f" ({report['passes']:.2f} passes)" if "passes" in report else ""
-    console().print(
+    return (
         f"{report['steps']} steps, {report['tokens_seen']:,} tokens{passes}, {report['seconds'] / 60:.1f} min: "
         f"validation loss {report['validation_loss']:.4f} nats a token ({'; '.join(details)})."
     )
-    if not is_installed("matplotlib"):
-        console().print("No loss.png was drawn, since matplotlib is not installed: pip install 'egmla[plot]'")
 
 
 def find_recipe(name: str) -> Path:
