@@ -45,8 +45,10 @@ def run(
     runs = all_runs(only)
     left = [run for run in runs if not is_done(run, FOLDER, RESULTS, TOKENIZER)]
     again = [run for run in missing_weights(left, FOLDER) if run not in left]
-    left = sorted([*again, *left], key=lambda run: run.start is not None)  # what others start from comes first
     console.print(f"{len(runs) - len(left)} of {len(runs)} runs are done; logs are in {FOLDER / 'recipes'}.")
+    if again:
+        console.print(f"{len(again)} more are made first, whose weights others start from.")
+    left = sorted([*again, *left], key=lambda run: run.start is not None)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress, ThreadPoolExecutor(jobs) as pool:
         bar = progress.add_task("runs", total=len(left))
