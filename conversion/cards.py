@@ -38,7 +38,8 @@ ABOUT = (*METADATA, "summary", "training_data", "limits")
 EVALUATION_KEYS = ("results", "n-shot", "versions", "n-samples", "higher_is_better")
 VERSION_KEYS = ("lm_eval_version", "transformers_version")
 CARD_SOURCES = ("about.yaml", "training.json", "recipe.yaml", "evaluation.json")
-RECIPE_SECTIONS = ("tokenizer", "data", "training", "gate_tables")  # the model's shape is in config.json
+# The model's shape is in config.json.
+RECIPE_SECTIONS = ("tokenizer", "data", "training", "distillation", "gate_tables")
 
 
 def read_about(path: Path) -> dict:

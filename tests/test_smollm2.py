@@ -75,6 +75,10 @@ def test_every_step_once(room, study, monkeypatch):
     assert whole / 2 <= caches["float8"]["bytes_per_token"] < 0.6 * whole  # and scales
     assert results["start-9"]["bytes_per_token"] == 2 * 2 * (9 + 6) + 4  # and an id
 
+    card = (study.results / "card-9.md").read_text()
+    assert "base_model: HuggingFaceTB/SmolLM2-135M-Instruct" in card and "latent 9" in card
+    assert "| validation_loss | " in card and "| distillation.logits | 1 |" in card
+
     monkeypatch.setattr(room.smollm2, "convert", None)
     monkeypatch.setattr(room.smollm2.subprocess, "run", None)
     room.smollm2.carry_out(study, Console(quiet=True))

