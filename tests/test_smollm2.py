@@ -113,6 +113,13 @@ def test_parity_of_a_known_law(room):
     assert room.healing.fit_parity([*exact, [2_000_000, 2.9]], teacher) is None
 
 
+def test_numbers_of_tokens_are_readable(room):
+    """Two digits and a unit, never an exponent."""
+    numbers = {0: "0", 4096: "4.1 k", 1_024_000: "1 M", 150e6: "150 M", 999.9e6: "1000 M", 2e20: "beyond any"}
+    assert {tokens: room.healing.count(tokens) for tokens in numbers} == numbers
+    assert str(room.healing.Parity(math.inf, 1e9, math.inf, -0.1)) == "never, at this rate"
+
+
 def test_intervals_hold_what_they_promise(room):
     """Of many curves that obey one law up to noise, the interval holds the truth for 19 of 20."""
     teacher, wanted, held = 3.0, (20 / room.healing.PARITY) ** (1 / 0.3), 0

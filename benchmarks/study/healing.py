@@ -36,7 +36,7 @@ def count(tokens: float) -> str:
     """A number of tokens with two digits."""
     for limit, unit in ((1e15, None), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if tokens >= limit:
-            return "beyond any" if unit is None else f"{tokens / limit:.2g} {unit}"
+            return "beyond any" if unit is None else f"{float(f'{tokens / limit:.2g}'):g} {unit}"
     return f"{tokens:.0f}"
 
 
@@ -44,9 +44,9 @@ def fit_parity(curve: list[list[float]], teacher_loss: float, seed: int = 0) -> 
     """
     Fits `gap = a * tokens ** -b` to a healing curve by least squares of logarithms, and solves it for `PARITY`.
 
-    The interval takes the residuals as normal and independent with a variance that is estimated: the 2.5th and 97.5th
-    of a hundred draws of (log a, b) from Student's distribution; a draw whose gap does not fall counts as never. None
-    where fewer than four points are there, or one is no worse than the teacher, whose gap has no logarithm.
+    The interval takes the residuals as normal and independent with a variance that is estimated: percentiles 2.5 and
+    97.5 of draws of (log a, b) from Student's distribution; a draw whose gap does not fall counts as never. None where
+    fewer than four points are there, or one is no worse than the teacher, whose gap has no logarithm.
 
     Args:
         curve: pairs of tokens seen and validation loss; the start, at zero tokens, is not fitted.

@@ -292,7 +292,7 @@ def window_losses(model, make_cache: Callable, windows: torch.Tensor) -> list[fl
 
 @torch.no_grad()
 def cache_bytes(model, make_cache: Callable) -> int:
-    """Bytes that a cache holds behind `CONTEXT` tokens in bfloat16, the 512 last of them not read at once."""
+    """Bytes that a cache holds behind `CONTEXT` tokens in bfloat16, read in two halves, so that all are quantised."""
     ids = torch.arange(CONTEXT)[None] % model.config.vocab_size
     cache = make_cache()
     half_precision = copy.deepcopy(model).to(torch.bfloat16)
