@@ -4,7 +4,10 @@ What all tests share: no network, one thread, and tiny models whose logits show 
 `make_config(**changes)` and `make_model(model_class, **changes)` are the functions `tiny_config` and `tiny_model`.
 """
 
+import importlib
 import os
+from pathlib import Path
+from types import SimpleNamespace
 
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -89,3 +92,14 @@ def make_model():
 @pytest.fixture(autouse=True)
 def fixed_seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def scripts():
+    """The modules of benchmarks/study, which is no package: it is run as `python benchmarks/study`."""
+    pytest.importorskip("matplotlib")
+    folder = Path(__file__).parents[1] / "benchmarks" / "study"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(folder)
+        names = ("healing", "report", "runs", "smollm2", "text")
+        return SimpleNamespace(**{name: importlib.import_module(name) for name in names})

