@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 from importlib.resources import files
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from test_gqa import CALIBRATION, tiny_llama
 from test_parallel_training import run_on
 from test_training import die_while_saving
 from tiny_export import tiny_tokenizer
-from transformers import AutoTokenizer, TrainerCallback, default_data_collator
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback, default_data_collator
 
 from modeling_egmla import EGMLAForCausalLM
 from modeling_egmla.commands.train import summary
@@ -175,6 +176,22 @@ def test_run_of_another_text_is_refused(recipe, pair, tmp_path):
     distill(path)
     (text / "40.txt").write_text("WAR AND PEACE")
     with pytest.raises(RecipeError, match="another text"):
+        distill(path)
+
+
+@pytest.mark.parametrize("which", ["student", "teacher"])
+def test_run_of_another_model_is_refused(recipe, pair, tmp_path, which):
+    """Nor with another teacher, or for another student, in the folder that the recipe names."""
+    recipe["models"][which] = str(shutil.copytree(pair / which, tmp_path / which))
+    recipe["training"]["steps"] = 4
+    path = write(recipe, tmp_path / "recipe.yaml")
+    distill(path)
+    assert distill(path)["steps"] == 4
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / which)
+    with torch.no_grad():
+        model.model.norm.weight[0] += 0.5
+    model.save_pretrained(tmp_path / which)
+    with pytest.raises(RecipeError, match=f"another {which}"):
         distill(path)
 
 

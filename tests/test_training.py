@@ -401,6 +401,22 @@ def test_run_of_another_tokenizer_is_refused(recipe, start, tmp_path):
         train(path)
 
 
+def test_run_of_another_base_is_refused(recipe, start, tmp_path):
+    """Adapters that were trained on a model are not trained on, nor merged into, what was written in its place."""
+    recipe["model"] = recipe["tokenizer"] = {"path": start}
+    recipe["lora"] = {"r": 2, "target_modules": "all-linear"}
+    recipe["training"]["steps"] = 4
+    path = write_recipe(recipe, tmp_path)
+    train(path)
+    assert train(path)["steps"] == 4
+    model = AutoModelForCausalLM.from_pretrained(start)
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight += 0.01
+    model.save_pretrained(start)
+    with pytest.raises(RecipeError, match=r"another model .*`model_sha256`"):
+        train(path)
+
+
 def test_trained_tokenizer_is_kept(recipe, tmp_path, monkeypatch):
     """A run that trained a tokenizer goes on with that one, whatever training another would give today."""
     recipe["training"]["steps"] = 4

@@ -28,8 +28,10 @@ from .recipe import (
 )
 from .run import (
     build_arguments,
-    check_same_text,
+    check_same_start,
     finish,
+    hash_model,
+    identify,
     last_checkpoint,
     load_model,
     load_text,
@@ -183,15 +185,15 @@ def load_pair(recipe: DistillRecipe) -> tuple[EGMLAForCausalLM, PreTrainedModel]
 def distill(recipe_path: str | Path) -> dict[str, Any]:
     """
     Runs a recipe. The output folder gets checkpoints, `log.jsonl` (validation losses from the start on), a copy of the
-    recipe, `text.json` (what identifies text and tokenizer), and at the end the model, its tokenizer and
-    `training.json`. A run whose folder has a checkpoint continues from it, to the same weights.
+    recipe, `start.json` (what identifies text, tokenizer and both models), and at the end the model, its tokenizer
+    and `training.json`. A run whose folder has a checkpoint continues from it, to the same weights.
 
     Returns:
         What `training.json` says: validation losses in nats a token, of the teacher, of the student before and of its
         saved weights, reloaded; tokens, seconds, and the command.
 
     Raises:
-        RecipeError: the recipe is wrong, or the output folder belongs to another one or to another text.
+        RecipeError: the recipe is wrong, or the output folder belongs to another one, or to another start.
     """
     recipe = load_recipe(recipe_path, DistillRecipe)
     arguments = build_arguments(recipe.training, recipe.data.sequence_length)
@@ -202,7 +204,9 @@ def distill(recipe_path: str | Path) -> dict[str, Any]:
     tokenizer = load_tokenizer(recipe.models.student, key="models.student")
     with arguments.main_process_first():
         text = load_text(recipe.data, recipe.training.seed, tokenizer)
-        identity = check_same_text(recipe, text, checkpoint)
+    hashes = {"student_sha256": hash_model(student), "teacher_sha256": hash_model(teacher)}
+    identity = identify(recipe.data, text) | hashes
+    check_same_start(recipe, identity, checkpoint)
 
     use_cache, generation = student.config.use_cache, student.generation_config.to_diff_dict()
     evaluation = {

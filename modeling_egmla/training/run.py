@@ -1,6 +1,7 @@
 """A recipe from beginning to end: model, arguments, training or its continuation, the saved model and the report."""
 
 import contextlib
+import hashlib
 import importlib.util
 import json
 import os
@@ -332,7 +333,7 @@ def load_text(data: DataRecipe, seed: int, tokenizer: PreTrainedTokenizerBase | 
 
 def identify(data: DataRecipe, text: Text) -> dict[str, Any]:
     """
-    What `text.json` keeps, so that a run is continued on the text and with the tokenizer that it began with: numbers
+    What `start.json` keeps, so that a run is continued on the text and with the tokenizer that it began with: numbers
     of documents, the SHA-256 of their texts and that of the tokenizer. Of a stream, what is known before it is read:
     its validation text, which comes first, and number and bytes of its files, if it has any.
     """
@@ -352,32 +353,43 @@ def identify(data: DataRecipe, text: Text) -> dict[str, Any]:
     return identity
 
 
-def check_same_text(recipe: Recipe, text: Text, checkpoint: str | None) -> dict[str, Any]:
+def hash_model(model: PreTrainedModel) -> str:
+    """SHA-256 of the names and shapes of all weights and of a few values at both ends of each."""
+    digest = hashlib.sha256()
+    for name, weight in model.state_dict().items():
+        values = weight.detach().flatten()
+        ends = torch.cat((values[:16], values[-16:])).float().cpu()
+        digest.update(f"{name} {list(weight.shape)}".encode() + ends.numpy().tobytes())
+    return digest.hexdigest()
+
+
+def check_same_start(recipe: Recipe, identity: dict[str, Any], checkpoint: str | None) -> None:
     """
-    Compares the text with that of the run that is continued, if one is, and returns what identifies it.
+    Compares what a run starts from, [`identify`]'s answer and hashes of models, with what the run that is continued,
+    if one is, started from.
 
     Raises:
-        RecipeError: the run began with another text or tokenizer.
+        RecipeError: the run began with another text, tokenizer or model.
     """
-    identity = identify(recipe.data, text)
     folder = Path(recipe.training.output_dir)
-    kept = folder / "text.json"
-    if checkpoint is not None and kept.exists():
-        earlier = json.loads(kept.read_text(encoding="utf-8"))
-        if changed := [key for key in identity if identity[key] != earlier.get(key)]:
-            what = "tokenizer" if changed[0].startswith("tokenizer") else "text"
-            raise RecipeError(
-                f"`training.output_dir`: {folder} holds a run that began with another {what} (`{changed[0]}` in its "
-                f"text.json is {earlier.get(changed[0])}, but now {identity[changed[0]]}). Bring that {what} back, or "
-                "name another folder, or empty this one."
-            )
-    return identity
+    kept = folder / "start.json"
+    if checkpoint is None or not kept.exists():
+        return
+    earlier = json.loads(kept.read_text(encoding="utf-8"))
+    if changed := [key for key in identity if identity[key] != earlier.get(key)]:
+        named = ("tokenizer", "model", "student", "teacher")
+        what = next((name for name in named if changed[0].startswith(name)), "text")
+        raise RecipeError(
+            f"`training.output_dir`: {folder} holds a run that began with another {what} (`{changed[0]}` in its "
+            f"start.json is {earlier.get(changed[0])}, but now {identity[changed[0]]}). Bring that {what} back, or "
+            "name another folder, or empty this one."
+        )
 
 
 def write_start(recipe: Recipe, identity: dict[str, Any]) -> None:
-    """Writes what a later command compares with before it continues the run: the recipe and [`identify`]'s answer."""
+    """Writes what a later command compares with before it continues the run: the recipe, and what it starts from."""
     folder = Path(recipe.training.output_dir)
-    write_whole(folder / "text.json", json.dumps(identity, indent=2) + "\n")
+    write_whole(folder / "start.json", json.dumps(identity, indent=2) + "\n")
     write_whole(folder / "recipe.yaml", yaml.safe_dump(asdict(recipe), sort_keys=False))
 
 
@@ -436,9 +448,9 @@ def finish(
 
 def train(recipe_path: str | Path) -> dict[str, Any]:
     """
-    Runs a recipe. The output folder gets checkpoints, `log.jsonl`, a copy of the recipe, `text.json` (what identifies
-    text and tokenizer), and at the end the model, its tokenizer, `training.json` and, with matplotlib, `loss.png`. A
-    run whose folder has a checkpoint continues from it, to the same weights.
+    Runs a recipe. The output folder gets checkpoints, `log.jsonl`, a copy of the recipe, `start.json` (what identifies
+    text, tokenizer and base model), and at the end the model, its tokenizer, `training.json` and, with matplotlib,
+    `loss.png`. A run whose folder has a checkpoint continues from it, to the same weights.
 
     Returns:
         What `training.json` says: losses in nats a token (of the saved weights, reloaded; before fine-tuning; of
@@ -446,7 +458,7 @@ def train(recipe_path: str | Path) -> dict[str, Any]:
         command; except of a stream, passes over the text.
 
     Raises:
-        RecipeError: the recipe is wrong, or the output folder belongs to another one or to another text.
+        RecipeError: the recipe is wrong, or the output folder belongs to another one, or to another start.
     """
     recipe = load_recipe(recipe_path)
     arguments = build_arguments(recipe.training, recipe.data.sequence_length)
@@ -462,9 +474,11 @@ def train(recipe_path: str | Path) -> dict[str, Any]:
         else:
             tokenizer = recipe.tokenizer.vocab_size
         text = load_text(recipe.data, recipe.training.seed, tokenizer)
-        identity = check_same_text(recipe, text, checkpoint)
     tokenizer = text.tokenizer
     model = build_model(recipe.model, tokenizer, recipe.training.seed)
+    trained = recipe.model.path is not None
+    identity = identify(recipe.data, text) | ({"model_sha256": hash_model(model)} if trained else {})
+    check_same_start(recipe, identity, checkpoint)
     length = recipe.data.sequence_length
     if length > model.config.max_position_embeddings:
         raise RecipeError(
@@ -476,7 +490,6 @@ def train(recipe_path: str | Path) -> dict[str, Any]:
         "gate_table_parameters": sum(p.numel() for n, p in model.named_parameters() if "kv_gate_embed" in n),
     }
     use_cache = model.config.use_cache  # Trainer turns it off.
-    trained = recipe.model.path is not None
     generation = {**(model.generation_config.to_diff_dict() if trained else {}), **recipe.generation}
     if recipe.lora is not None:
         model = add_lora(model, recipe.lora, recipe.training.seed)
