@@ -74,11 +74,19 @@ def test_every_step_once(scripts, study, monkeypatch):
     assert scripts.healing.load(study.results)["start-9"] == results["start-9"]
 
     for change, named in (
-        ({"rope_dim": 4}, "`rope_dim` .6, now 4."),
-        ({"recipe": {**study.recipe, "x": 1}}, "recipe"),
+        ({"rope_dim": 4}, r"convert-9.*`rope_dim`"),
+        ({"recipe": tuned(study)}, r"heal-9.*`recipe`"),
     ):
         with pytest.raises(RuntimeError, match=named):
             scripts.smollm2.carry_out(dataclasses.replace(study, **change), Console(quiet=True))
+    monkeypatch.setattr(scripts.smollm2, "PROMPT", "THE UNION")
+    with pytest.raises(RuntimeError, match=r"source.*`prompt`"):
+        scripts.smollm2.carry_out(study, Console(quiet=True))
+
+
+def tuned(study) -> dict:
+    """Its recipe with another learning rate."""
+    return {**study.recipe, "training": {**study.recipe["training"], "learning_rate": 0.002}}
 
 
 @torch.no_grad()

