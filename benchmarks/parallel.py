@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from modeling_egmla import EGMLAConfig, EGMLAForCausalLM
 from modeling_egmla.benchmark.text import token_ids
-from modeling_egmla.commands.common import console, format_bytes, plain_table
+from modeling_egmla.console import console, format_bytes, plain_table
 from modeling_egmla.training import parallel
 
 

@@ -26,7 +26,7 @@ from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, LlamaConfig, L
 
 from modeling_egmla import EGMLAConfig, EGMLAForCausalLM
 from modeling_egmla.benchmark.text import token_ids
-from modeling_egmla.commands.common import console, format_bytes, plain_table
+from modeling_egmla.console import console, format_bytes, plain_table
 
 
 # The paper's Base shape.

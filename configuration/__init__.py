@@ -18,3 +18,13 @@ def preset_path(name: str = EMBEDDED_MODEL) -> str:
     if not (folder / "config.json").is_file():
         raise ValueError(f"There is no preset {name!r}; `egmla plan --list` shows those there are.")
     return str(folder)
+
+
+def find_model(name: str) -> str:
+    """The folder of the preset `name`, if there is one and no folder here has the name; else `name` as it is."""
+    if Path(name).is_dir():
+        return name
+    try:
+        return preset_path(name)
+    except ValueError:
+        return name

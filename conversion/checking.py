@@ -63,10 +63,10 @@ def compare(logits: torch.Tensor, reference: torch.Tensor, threshold: float | No
     )
 
 
-def check_ids(vocab_size: int, max_length: int, batch: int = 2, length: int = 64) -> torch.Tensor:
+def check_ids(vocab_size: int, max_length: int) -> torch.Tensor:
     """Ids of a check, [2, 64] or shorter: drawn from the whole vocabulary, the same at every run."""
     generator = torch.Generator().manual_seed(0)
-    return torch.randint(0, vocab_size, (batch, min(length, max_length)), generator=generator)
+    return torch.randint(0, vocab_size, (2, min(64, max_length)), generator=generator)
 
 
 @torch.no_grad()

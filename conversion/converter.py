@@ -20,7 +20,9 @@ from transformers import GenerationConfig
 from transformers.dynamic_module_utils import custom_object_save
 
 from ..configuration_egmla import EGMLAConfig
+from ..files import leftovers, new_folder, refuse_existing
 from ..plan import count_parameters
+from .calibration import read_windows
 from .checking import (
     EXACT_THRESHOLD,
     ROUNDED_THRESHOLD,
@@ -32,8 +34,7 @@ from .checking import (
     read_reference,
 )
 from .checkpoint import WEIGHT_DTYPES, Checkpoint, ConversionError, write_checkpoint
-from .folders import leftovers, new_folder, refuse_existing
-from .gating import Bases, stands_for
+from .gating import Bases, GateStart, stands_for
 from .gqa import llama_tensors, read_llama_config
 from .layouts import (
     LAYOUTS,
@@ -49,11 +50,9 @@ from .layouts import (
     write_config,
 )
 from .stages import (
-    GateStart,
     LatentStart,
     LlamaStart,
     planned_config,
-    read_windows,
     start_from_llama,
     start_gate,
 )
@@ -136,7 +135,7 @@ def convert(
     calibration_tokens: int = 16384,
     drop: Sequence[str] = (),
     max_shard_size: int | str = "5GB",
-    force: bool = False,
+    overwrite: bool = False,
     check: bool = True,
     threshold: float | None = None,
     max_rise: float | None = None,
@@ -164,7 +163,7 @@ def convert(
         calibration_tokens: tokens of the file to use; the last quarter measures loss and is not fitted on.
         drop: patterns of source tensors that may be left out.
         max_shard_size: bytes in a weight file.
-        force: replace a target that exists.
+        overwrite: replace a target that exists.
         check: compare logits with the source's.
         threshold: largest relative difference of logits; by default 1e-4, or 2e-2 if tensors were computed and rounded
             to 16 bits, and none for a start with a gate LayerNorm, which is not exact in general. For a source of the
@@ -182,7 +181,7 @@ def convert(
         HubError: the source is no folder, and the Hub does not give it.
     """
     target = Path(target)
-    refuse_existing(target.absolute(), force)
+    refuse_existing(target.absolute(), overwrite)
     source = _source_folder(source, revision)
     if source.resolve().is_relative_to(target.resolve()):
         raise ConversionError("The source is the target or lies in it: choose another target.")
@@ -235,7 +234,7 @@ def convert(
         input_ids = check_ids(weights.config.vocab_size, weights.config.max_position_embeddings)
         reference = result.logits(input_ids)
 
-    with new_folder(target, force) as folder:
+    with new_folder(target, overwrite) as folder:
         done = iter(range(1, len(names) + 1))
         write_checkpoint(
             folder,

@@ -3,13 +3,13 @@
 import json
 import os
 import re
-from importlib.resources import files
 from pathlib import Path
 
 import yaml
 
+from ..configuration import find_model
+from ..files import new_folder, umask
 from . import cards
-from .folders import new_folder, umask
 from .verify import (
     VerificationError,
     check_code,
@@ -56,9 +56,7 @@ def export(
         VerificationError: the source is no EG-MLA model, or the weights do not fit its config.
         ValueError: what [`export_model`] raises.
     """
-    shipped = Path(str(files("modeling_egmla.configuration") / Path(source).name))
-    is_name = not Path(source).exists() and Path(source).name == str(source)
-    source = shipped if is_name and shipped.is_dir() else Path(source)
+    source = Path(find_model(str(source)))
     if not source.is_dir():
         raise VerificationError(source, ["there is no such folder. To export from the Hub, `egmla pull` first."])
     check_target(Path(folder), overwrite)
@@ -126,7 +124,7 @@ def export_model(
         raise TypeError(f"Only EG-MLA models can be exported, not a {type(model).__name__}: unwrap or merge it first.")
     folder = Path(folder)
     check_target(folder, overwrite)
-    with new_folder(folder, force=overwrite) as staging:
+    with new_folder(folder, overwrite=overwrite) as staging:
         _write_model(model, staging, tokenizer, max_shard_size)
         for path in extra_files:
             _copy_without_paths(path, staging / path.name)

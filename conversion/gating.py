@@ -27,6 +27,7 @@ from functools import lru_cache
 
 import torch
 
+from .calibration import observe
 from .weights import Weights, expected_tensors, with_config
 
 
@@ -114,30 +115,41 @@ class Bases:
         return basis
 
 
+@dataclass(frozen=True)
+class GateStart:
+    """
+    The gates that a model starts with.
+
+    Attributes:
+        kind: `"multiply"` or `"add"`; `"none"` for plain MLA.
+        dim: `kv_gate_dim`.
+        norm: `kv_gate_norm`.
+    """
+
+    kind: str = "none"
+    dim: int = 256
+    norm: str = "layer_norm"
+
+
 def with_gate(
     weights: Weights,
-    gate: str,
-    gate_dim: int,
-    norm: str,
+    gate: GateStart,
     *,
     bases: Bases | None = None,
     fitted: Mapping[int, tuple[torch.Tensor, torch.Tensor]] | None = None,
-    seed: int = 0,
 ) -> Weights:
     """
     An MLA model with a neutral gate in every layer.
 
     Args:
         weights: of a model with `kv_gate="none"`.
-        gate: `"multiply"` (gates of one) or `"add"` (gates of zero).
-        gate_dim: width of the gate tables.
-        norm: `"none"`, which leaves the model as it is, or `"layer_norm"`, which does so as far as the bases allow.
+        gate: `"multiply"` (gates of one) or `"add"` (gates of zero). The norm `"none"` leaves the model as it is,
+            `"layer_norm"` does so as far as the bases allow.
         bases: of keys and values, chosen for a LayerNorm; without, they stay as they are.
         fitted: LayerNorm weight and bias of every layer, [D] each, in the place of ones and zeros.
-        seed: of the random part of the projection, which meets zeros at first and lets the tables learn.
     """
     mla = weights.config
-    config = with_config(mla, kv_gate=gate, kv_gate_dim=gate_dim, kv_gate_norm=norm)
+    config = with_config(mla, kv_gate=gate.kind, kv_gate_dim=gate.dim, kv_gate_norm=gate.norm)
     shapes = expected_tensors(config)
 
     def read(name: str) -> torch.Tensor:
@@ -147,12 +159,13 @@ def with_gate(
             return tensor if bases is None or layer is None else _in_basis(name, tensor, bases(layer), mla)
         if name.endswith("kv_gate_embed.weight"):
             tensor = torch.zeros(shapes[name])
-            if gate == "multiply":
+            if gate.kind == "multiply":
                 tensor[:, 0] = 1
         elif name.endswith("kv_gate_proj.weight"):
-            generator = torch.Generator().manual_seed(seed + layer)
-            tensor = torch.randn(shapes[name], generator=generator).mul_(gate_dim**-0.5)
-            if gate == "multiply":
+            # The random part meets zeros at first, and lets the tables learn.
+            generator = torch.Generator().manual_seed(layer)
+            tensor = torch.randn(shapes[name], generator=generator).mul_(gate.dim**-0.5)
+            if gate.kind == "multiply":
                 tensor[:, 0] = 1
         elif fitted is not None:
             tensor = fitted[layer][name.endswith("bias")]
@@ -187,27 +200,20 @@ def fit_norms(model, gated: Weights, windows: torch.Tensor) -> dict[int, tuple[t
     config = gated.config
     sums: dict[int, list[torch.Tensor]] = {}
 
-    def collect(group: int, up: torch.Tensor):
-        def hook(module, inputs, latent: torch.Tensor) -> None:
-            features = latent.flatten(0, -2).double() @ up.T
-            normed = torch.nn.functional.layer_norm(features, features.shape[-1:], eps=config.kv_gate_norm_eps)
-            terms = (torch.ones_like(normed), normed, features, normed.square(), normed * features)
-            new = [term.sum(0) for term in terms]
-            sums[group] = [old + more for old, more in zip(sums[group], new)] if group in sums else new
+    def collect(group: int, up: torch.Tensor, latent: torch.Tensor) -> None:
+        features = latent.flatten(0, -2).double() @ up.T
+        normed = torch.nn.functional.layer_norm(features, features.shape[-1:], eps=config.kv_gate_norm_eps)
+        terms = (torch.ones_like(normed), normed, features, normed.square(), normed * features)
+        new = [term.sum(0) for term in terms]
+        sums[group] = [old + more for old, more in zip(sums[group], new)] if group in sums else new
 
-        return hook
-
-    handles = []
+    observers = {}
     for group in range(config.num_layer_groups):
         layer = group * config.layer_group_size
         up = gated.read(f"model.layers.{layer}.self_attn.kv_b_proj.weight").double()
-        handles.append(model.model.layers[layer].self_attn.kv_a_layernorm.register_forward_hook(collect(group, up)))
-    try:
-        for window in windows:
-            model.model(window[None], use_cache=False)
-    finally:
-        for handle in handles:
-            handle.remove()
+        norm = model.model.layers[layer].self_attn.kv_a_layernorm
+        observers[norm] = lambda _, latent, group=group, up=up: collect(group, up, latent)
+    observe(model, windows, observers)
 
     fitted = {}
     for layer in range(config.num_hidden_layers):
@@ -262,9 +268,7 @@ def _gram(rows: list[torch.Tensor], forms: list[torch.Tensor]) -> torch.Tensor:
     return sum(r.flatten(0, 1).T @ (form @ r).flatten(0, 1) for r, form in zip(rows, forms))
 
 
-def _nearest_to_identity(
-    rows: list[torch.Tensor], forms: list[torch.Tensor], floor: float, steps: int = STEPS
-) -> list[torch.Tensor]:
+def _nearest_to_identity(rows: list[torch.Tensor], forms: list[torch.Tensor], floor: float) -> list[torch.Tensor]:
     """
     Minimises |sum rows^T form rows - I| over symmetric forms with eigenvalues of at least `floor`, by accelerated
     projected gradients with restarts (Beck and Teboulle 2009; O'Donoghue and Candes 2015).
@@ -273,7 +277,7 @@ def _nearest_to_identity(
     ones = [torch.eye(form.shape[1], dtype=torch.float64).expand_as(form) for form in forms]
     rate = 1 / torch.linalg.eigvalsh(_gram(rows, ones))[-1]
     ahead, momentum = forms, 1.0
-    for _ in range(steps):
+    for _ in range(STEPS):
         residual = _gram(rows, ahead) - identity
         if residual.norm() < 1e-9 * identity.shape[0] ** 0.5:
             return ahead
@@ -296,7 +300,7 @@ def _root(forms: torch.Tensor) -> torch.Tensor:
     return (vectors * values.clamp_min(0).sqrt()[:, None]) @ vectors.mT
 
 
-def _sum_to_zero(blocks: list[torch.Tensor], steps: int = 200) -> list[torch.Tensor]:
+def _sum_to_zero(blocks: list[torch.Tensor]) -> list[torch.Tensor]:
     """
     Reflections [H, d, d] of each block's channels after which the channels of all blocks [H, d, C] sum to zero, if
     that can be: 1^T U M = x^T M for x = U^T 1, any vector of length sqrt(d). Such x with sum x^T M = 0 are found by
@@ -313,7 +317,7 @@ def _sum_to_zero(blocks: list[torch.Tensor], steps: int = 200) -> list[torch.Ten
         lengths = [part.norm(dim=1, keepdim=True).clamp_min(1e-300) for part in parts]
         return torch.cat([(p * p.shape[1] ** 0.5 / n).flatten() for p, n in zip(parts, lengths)])
 
-    for _ in range(steps):
+    for _ in range(200):
         x = on_spheres(x - basis @ (basis.T @ x))
         if (basis.T @ x).norm() < 1e-12 * x.norm():
             break

@@ -36,7 +36,8 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig
 
-from ..configuration_egmla import EGMLAConfig
+from ..configuration_egmla import SPECIAL_IDS, EGMLAConfig
+from .calibration import observe
 from .checkpoint import ConversionError
 from .weights import Weights
 
@@ -374,7 +375,7 @@ def mla_config(theirs, plan: GQAPlan, counts: torch.Tensor) -> EGMLAConfig:
     factors = (steps / frequencies).tolist()  # long RoPE divides the frequencies of `rope_theta` by what it is given
     shared = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     shared += ("rms_norm_eps", "hidden_act", "max_position_embeddings", "initializer_range", "tie_word_embeddings")
-    shared += ("attention_dropout", "use_cache", "bos_token_id", "eos_token_id", "pad_token_id")
+    shared += ("attention_dropout", "use_cache", *SPECIAL_IDS)
     return EGMLAConfig(
         **{name: getattr(theirs, name) for name in shared},
         kv_lora_rank=plan.latent,
@@ -520,21 +521,13 @@ def input_moments(model, windows: torch.Tensor) -> list[torch.Tensor]:
     size = model.config.hidden_size
     sums = [torch.zeros(size, size, dtype=torch.float64) for _ in model.model.layers]
 
-    def collect(total: torch.Tensor):
-        def hook(module, inputs) -> None:
-            x = inputs[0].flatten(0, -2)
-            total.add_((x.T @ x).double())
+    def collect(total: torch.Tensor, x: torch.Tensor) -> None:
+        x = x.flatten(0, -2)
+        total.add_((x.T @ x).double())
 
-        return hook
-
-    handles = [
-        layer.self_attn.q_proj.register_forward_pre_hook(collect(total))
+    observers = {
+        layer.self_attn.q_proj: lambda x, _, total=total: collect(total, x)
         for layer, total in zip(model.model.layers, sums)
-    ]
-    try:
-        for window in windows:
-            model.model(window[None], use_cache=False)
-    finally:
-        for handle in handles:
-            handle.remove()
+    }
+    observe(model, windows, observers)
     return [total / windows.numel() for total in sums]

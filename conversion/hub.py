@@ -27,8 +27,8 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.utils import validate_repo_id
 
+from ..files import publish
 from .export import check_target
-from .folders import publish
 from .verify import (
     MANIFEST,
     VerificationError,

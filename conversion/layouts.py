@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 
-from ..configuration_egmla import EGMLAConfig
+from ..configuration_egmla import SPECIAL_IDS, EGMLAConfig
 from .checkpoint import ConversionError, Fp8Blocks
 
 
@@ -101,13 +101,13 @@ MLA_FIELDS = (
 # Fields that logits do not depend on: a layout may leave them out.
 NO_LOGITS = {
     *("initializer_range", "attention_dropout", "use_cache", "max_position_embeddings"),
-    *("bos_token_id", "eos_token_id", "pad_token_id"),
+    *SPECIAL_IDS,
 }
 LLAMA_FIELDS = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
     *("num_key_value_heads", "head_dim", "rope_parameters", "rms_norm_eps", "hidden_act", "max_position_embeddings"),
     *("initializer_range", "tie_word_embeddings", "attention_bias", "attention_dropout", "use_cache"),
-    *("bos_token_id", "eos_token_id", "pad_token_id"),
+    *SPECIAL_IDS,
 )
 GATE_FIELDS = ("kv_gate", "kv_gate_dim", "kv_gate_norm", "kv_gate_norm_eps", "layer_group_size")
 ORIGINAL_FIELDS = {

@@ -5,38 +5,17 @@ and on. Each is made in stages, and what a stage costs is measured on text that 
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 from torch import nn
 
 from ..configuration_egmla import EGMLAConfig
+from .calibration import split_windows
 from .checking import TextScore, load_library_model, score_text
 from .checkpoint import Checkpoint, ConversionError
-from .gating import Bases, fit_norms, with_gate
+from .gating import Bases, GateStart, fit_norms, with_gate
 from .gqa import GQAFactors, GQAPlan, full_latent, input_moments, mla_config, mla_weights
-from .vocabulary import load_tokenizer
 from .weights import Weights, build_model
-
-
-WINDOW = 256  # tokens in a piece of calibration text
-HELD_OUT = 4  # one in so many pieces, the last ones
-
-
-@dataclass(frozen=True)
-class GateStart:
-    """
-    The gates that a model starts with.
-
-    Attributes:
-        kind: `"multiply"` or `"add"`; `"none"` for plain MLA.
-        dim: `kv_gate_dim`.
-        norm: `kv_gate_norm`.
-    """
-
-    kind: str = "none"
-    dim: int = 256
-    norm: str = "layer_norm"
 
 
 @dataclass(frozen=True)
@@ -58,59 +37,13 @@ class LatentStart:
     rotary: str = "position"
 
 
-def read_windows(calibration: str | Path | torch.Tensor, tokens: int, source: Path, config) -> torch.Tensor:
-    """
-    Calibration ids, [N, S].
-
-    Args:
-        calibration: text file, or the ids.
-        tokens: tokens of the file to use.
-        source: folder with the tokenizer.
-        config: of the model that will read them.
-
-    Raises:
-        ConversionError: the text cannot be read, is too short, or does not fit the model.
-    """
-    length = min(WINDOW, config.max_position_embeddings)
-    if isinstance(calibration, torch.Tensor):
-        windows = calibration
-    else:
-        try:
-            text = Path(calibration).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConversionError(f"Calibration text {calibration} cannot be read as UTF-8 ({error}).") from error
-        try:
-            tokenizer = load_tokenizer(source)
-        except (OSError, ValueError) as error:
-            raise ConversionError(f"The tokenizer in {source} does not load ({error}).") from error
-        if tokenizer is None:
-            raise ConversionError(f"Calibration text needs a tokenizer, and {source} has none: put it there.")
-        # Some eight bytes a token at most, so that a large file is not tokenised in vain.
-        ids = tokenizer(text[: 8 * tokens], add_special_tokens=False, verbose=False)["input_ids"][:tokens]
-        windows = torch.tensor(ids[: len(ids) // length * length]).view(-1, length)
-    if windows.dim() != 2 or windows.shape[0] < 2:
-        raise ConversionError(f"Calibration needs at least two windows of {length} tokens: give more text.")
-    if (outside := windows[(windows < 0) | (windows >= config.vocab_size)]).numel():
-        raise ConversionError(
-            f"The tokenizer gives id {outside[0].item()}, outside the model's vocabulary of {config.vocab_size}: it "
-            "does not belong to the model."
-        )
-    return windows
-
-
-def split_windows(windows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Windows to fit on, and those to measure on."""
-    held_out = max(len(windows) // HELD_OUT, 1)
-    return windows[:-held_out], windows[-held_out:]
-
-
 def start_gate(
     weights: Weights, gate: GateStart, bases: Bases | None, windows: torch.Tensor | None, notes: list[str]
 ) -> tuple[Weights, dict[str, TextScore]]:
     """An EG-MLA model from an MLA model, and how it does at every stage on the last of `windows` [N, S]."""
     if weights.config.kv_gate != "none":
         raise ConversionError(f"The source has gates already (`kv_gate` is {weights.config.kv_gate!r}).")
-    gated = with_gate(weights, gate.kind, gate.dim, gate.norm, bases=bases)
+    gated = with_gate(weights, gate, bases=bases)
     if windows is None:
         if gate.norm == "layer_norm":
             notes.append("the gate's LayerNorm was not fitted and no loss measured: give text with --calibration")
@@ -125,8 +58,8 @@ def start_gate(
     stages = {"source": score_text(model, model, measure_on)}
     if gate.norm == "none":
         return gated, {**stages, "neutral gate": score(gated)}
-    naive = with_gate(weights, gate.kind, gate.dim, gate.norm)
-    fitted = with_gate(weights, gate.kind, gate.dim, gate.norm, bases=bases, fitted=fit_norms(model, gated, fit_on))
+    naive = with_gate(weights, gate)
+    fitted = with_gate(weights, gate, bases=bases, fitted=fit_norms(model, gated, fit_on))
     stages["neutral gate, LayerNorm as it is initialised"] = score(naive)
     stages["change of basis"] = before = score(gated)
     after = score(fitted)
@@ -252,14 +185,14 @@ def start_from_llama(
     if gate.kind != "none":
         state = model.state_dict()  # the factors once more would give the same, and take their time
         wide = Weights(model.config, state.__getitem__, lambda name: torch.float32)
-        neutral = with_gate(wide, gate.kind, gate.dim, gate.norm)
+        neutral = with_gate(wide, gate)
         fitted = None
         if gate.norm == "layer_norm":
             score("gate of one, LayerNorm as it is initialised", build_model(neutral))
             fitted = fit_norms(model, neutral, fit_on)
-        weights = with_gate(weights, gate.kind, gate.dim, gate.norm, fitted=fitted)
+        weights = with_gate(weights, gate, fitted=fitted)
         name = "gate of one" if fitted is None else "LayerNorm fitted"
-        score(name, build_model(with_gate(wide, gate.kind, gate.dim, gate.norm, fitted=fitted)))
+        score(name, build_model(with_gate(wide, gate, fitted=fitted)))
     kept_here = kept[min(width - 1, len(kept)) - 1].item()
     return LlamaStart(weights, stages, exact, reference, kept_here, tuple(factors.counts.tolist()))
 

@@ -22,8 +22,9 @@ from huggingface_hub.errors import StrictDataclassError
 from huggingface_hub.utils import DEFAULT_IGNORE_PATTERNS, filter_repo_objects
 from safetensors import SafetensorError
 
+from ..configuration_egmla import SPECIAL_IDS
 from . import fresh_load
-from .vocabulary import SPECIAL_IDS, ids_without_token, load_tokenizer
+from .vocabulary import ids_without_token, load_tokenizer
 
 
 MANIFEST = "manifest.json"

@@ -5,8 +5,7 @@ from pathlib import Path
 
 from transformers import AutoTokenizer
 
-
-SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+from ..configuration_egmla import SPECIAL_IDS
 
 
 def load_tokenizer(folder: Path):

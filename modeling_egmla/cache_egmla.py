@@ -161,6 +161,8 @@ class _MovesTogether:
         self.token_groups = []
         self.statistics = {layer: stream.changed(change) for layer, stream in statistics.items()}
 
+    # What follows takes `statistics` before the library assigns new keys, which forgets them.
+
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         statistics = self.statistics
         super().reorder_cache(beam_idx)

@@ -22,6 +22,7 @@ if not SUPPORTED_TRANSFORMERS[0] <= Version(transformers.__version__) < SUPPORTE
 
 KV_GATES = ("multiply", "add", "none")
 KV_GATE_NORMS = ("layer_norm", "none")
+SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 # Keys that each rope type reads, beside `rope_type` and `rope_theta`: (required, optional).
 ROPE_KEYS = {
     "default": (set(), set()),
@@ -273,13 +274,17 @@ class EGMLAConfig(PreTrainedConfig):
 
     def validate_token_ids(self):
         """Special ids must lie inside the vocabulary."""
-        for field in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        self.check_special_ids(self.vocab_size)
+
+    def check_special_ids(self, vocab_size: int) -> None:
+        """Raises a `ValueError` that names the first special id outside a vocabulary of this size."""
+        for field in SPECIAL_IDS:
             value = getattr(self, field)
             for token_id in value if isinstance(value, list) else [value]:
-                if token_id is not None and not 0 <= token_id < self.vocab_size:
+                if token_id is not None and not 0 <= token_id < vocab_size:
                     raise ValueError(
                         f"`{field}` is {token_id}, which lies outside the vocabulary: ids run from 0 to "
-                        f"{self.vocab_size - 1} (`vocab_size` {self.vocab_size})."
+                        f"{vocab_size - 1} (`vocab_size` {vocab_size}). Change `{field}`, or keep more ids."
                     )
 
     def validate_rope(self):

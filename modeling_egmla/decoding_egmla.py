@@ -323,7 +323,8 @@ def grouped_attention(
     is_gated = attention.kv_gate != "none"
     is_normed = is_gated and isinstance(attention.kv_gate_norm, nn.LayerNorm)
     if is_normed:
-        gamma_H1NV, beta_H1NV = (p.to(dtype).view(H, 1, N + V) for p in attention.kv_gate_norm.parameters())
+        norm = attention.kv_gate_norm
+        gamma_H1NV, beta_H1NV = (p.to(dtype).view(H, 1, N + V) for p in (norm.weight, norm.bias))
         q_nope_BHSN = q_nope_BHSN * gamma_H1NV[..., :N]
         statistics_B2T = gated_statistics(attention, history, cache)
     groups = token_groups(cache, history.token_ids_BT) if is_gated else [None] * B
@@ -361,9 +362,9 @@ def softmax(scores: torch.Tensor) -> torch.Tensor:
 
 def gates_by_head(attention: nn.Module, groups: TokenGroups, dtype: torch.dtype, N: int):
     """Gates of a sequence's distinct ids, key and value part: [H, U, N] and [H, U, V]."""
-    gates_HUD = attention.kv_gates(groups.ids_U).to(dtype).view(len(groups.ids_U), attention.num_heads, -1)
-    gates_HUD = gates_HUD.transpose(0, 1)
-    return close_gaps(gates_HUD[..., :N]), close_gaps(gates_HUD[..., N:])
+    gates_UD = attention.kv_gates(groups.ids_U).to(dtype)
+    gates_HUNV = gates_UD.view(len(groups.ids_U), attention.num_heads, -1).transpose(0, 1)
+    return close_gaps(gates_HUNV[..., :N]), close_gaps(gates_HUNV[..., N:])
 
 
 def close_gaps(tensor: torch.Tensor) -> torch.Tensor:

@@ -83,6 +83,11 @@ def project(linear: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return F.linear(x.float(), linear.weight.float(), bias).to(x.dtype)
 
 
+def token_gates(model: nn.Module) -> "list[TokenGate]":
+    """Attention modules with a gate, by layer."""
+    return [module for module in model.modules() if isinstance(module, TokenGate) and module.kv_gate != "none"]
+
+
 class Sources:
     """What something was computed from: `parameters`, as they were then."""
 
@@ -140,6 +145,20 @@ class TokenGate(nn.Module):
                 if config.kv_gate_norm == "layer_norm"
                 else nn.Identity()
             )
+
+    def resize_table(self, vocab_size: int) -> None:
+        """
+        Gives the table `vocab_size` rows. A new id's is the mean of all rows where the gate multiplies (no row is
+        neutral there), and zeros where it is added.
+        """
+        rows = self.kv_gate_embed.weight.data
+        if vocab_size > rows.shape[0]:
+            new_row = rows.double().mean(0) if self.kv_gate == "multiply" else rows.new_zeros(rows.shape[1])
+            added = new_row.to(rows.dtype).expand(vocab_size - rows.shape[0], -1)
+            self.kv_gate_embed.weight.data = torch.cat((rows, added))
+        else:
+            self.kv_gate_embed.weight.data = rows[:vocab_size].clone()
+        self.kv_gate_embed.num_embeddings = vocab_size
 
     def precompute_kv_gates(self, dtype: torch.dtype | None = None) -> None:
         """Computes the gates of all ids now; see [`EGMLAPreTrainedModel.precompute_kv_gates`]."""

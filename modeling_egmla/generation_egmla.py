@@ -3,23 +3,12 @@ What `generate()` asks of a model beside its forward pass: the cache that holds 
 one, and prompts that are checked, and fit the cache they come with, before the first step.
 """
 
-import torch
 from transformers.cache_utils import DynamicCache, StaticCache
 from transformers.generation import GenerationMixin
 from transformers.utils.deprecation import deprecate_kwarg
 
 from .cache_egmla import EGMLACache, EGMLAStaticCache
-
-
-def check_ids_in_vocabulary(token_ids: torch.Tensor, vocab_size: int) -> None:
-    """Raises a `ValueError` that names the first id outside the vocabulary."""
-    outside = (token_ids < 0) | (token_ids >= vocab_size)
-    if outside.any():
-        raise ValueError(
-            f"Token id {token_ids[outside][0].item()} lies outside the vocabulary: ids run from 0 to {vocab_size - 1} "
-            "(`vocab_size`). The tokenizer may not belong to the model, or tokens were added to it without "
-            "`model.resize_token_embeddings(len(tokenizer))`."
-        )
+from .inputs_egmla import check_ids_in_vocabulary
 
 
 class EGMLAGenerationMixin(GenerationMixin):

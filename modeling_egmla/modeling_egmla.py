@@ -41,8 +41,9 @@ from transformers.utils.output_capturing import capture_outputs
 from .cache_egmla import EGMLACache
 from .configuration_egmla import EGMLAConfig
 from .decoding_egmla import KV_DECODINGS, decode, select_decoding
-from .gate_egmla import EGMLAGateProjection, TokenGate, project
-from .generation_egmla import EGMLAGenerationMixin, check_ids_in_vocabulary
+from .gate_egmla import EGMLAGateProjection, TokenGate, project, token_gates
+from .generation_egmla import EGMLAGenerationMixin
+from .inputs_egmla import begins_again, check_cache, find_token_ids
 from .placement_egmla import EGMLAGatePlacement
 
 
@@ -56,12 +57,6 @@ AUTO_MAP = {
     "AutoModelForSequenceClassification": "modeling_egmla.EGMLAForSequenceClassification",
     "AutoModelForTokenClassification": "modeling_egmla.EGMLAForTokenClassification",
 }
-
-
-NO_VIRTUAL_TOKENS = (
-    "Adapters that insert virtual tokens (prompt tuning, P-tuning, prefix tuning) have no ids and cannot be used: use "
-    "LoRA instead."
-)
 
 
 class EGMLARMSNorm(DeepseekV3RMSNorm):
@@ -90,13 +85,6 @@ def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interlea
     if interleave:
         x = torch.cat((x[..., 0::2], x[..., 1::2]), dim=-1)
     return x * cos + rotate_half(x) * sin
-
-
-def begins_again(position_ids: torch.Tensor | None) -> bool:
-    """Whether rows hold several documents, told apart by positions that begin again; not looked at while compiling."""
-    if position_ids is None or position_ids.shape[-1] < 2 or torch.compiler.is_compiling():
-        return False
-    return bool((position_ids.diff(dim=-1) < 1).any())
 
 
 class EGMLAAttention(TokenGate):
@@ -182,7 +170,7 @@ class EGMLAAttention(TokenGate):
         token_ids: torch.Tensor,
         cache: Cache | None = None,
         **kwargs: Unpack[FlashAttentionKwargs],
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor]:
         """
         Args:
             hidden_states: [B, S, hidden_size].
@@ -281,7 +269,7 @@ class EGMLADecoderLayer(GradientCheckpointingLayer):
         kv_features: torch.Tensor | None = None,
         k_rot: torch.Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
         """Returns hidden states, and what the group's other layers reuse (see [`EGMLAAttention`])."""
         residual = hidden_states
         hidden_states = self.input_layernorm(hidden_states)
@@ -353,8 +341,7 @@ class EGMLAPreTrainedModel(EGMLAGatePlacement, PreTrainedModel):
         """
         Resizes the token embedding and the head as the library does, and every gate table with them.
 
-        A new id gets the mean of the table's rows as its gate row (`kv_gate="multiply"`: no row is neutral there) or
-        zeros (`"add"`), without noise.
+        New ids get the gate rows of [`TokenGate.resize_table`], without noise.
 
         Raises:
             ValueError: a special id of the configuration would fall outside the vocabulary, or gate tables were placed
@@ -364,29 +351,12 @@ class EGMLAPreTrainedModel(EGMLAGatePlacement, PreTrainedModel):
         wanted = old_num_tokens if new_num_tokens is None else new_num_tokens
         if pad_to_multiple_of is not None:
             wanted = -(-wanted // pad_to_multiple_of) * pad_to_multiple_of
-        for field in ("bos_token_id", "eos_token_id", "pad_token_id"):
-            value = getattr(self.config, field)
-            for token_id in value if isinstance(value, list) else [value]:
-                if token_id is not None and token_id >= wanted:
-                    raise ValueError(
-                        f"`{field}` is {token_id}, which a vocabulary of {wanted} does not contain: change it in the "
-                        "configuration first, or keep more tokens."
-                    )
+        self.config.check_special_ids(wanted)
         if wanted != old_num_tokens:
             self.refuse_placed_tables("resized")
         embeddings = super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
-        num_tokens = embeddings.weight.shape[0]
-        for module in self.modules():
-            if isinstance(module, EGMLAAttention) and module.kv_gate != "none":
-                table = module.kv_gate_embed
-                rows = table.weight.data
-                if num_tokens > rows.shape[0]:
-                    new_row = rows.double().mean(0) if module.kv_gate == "multiply" else rows.new_zeros(rows.shape[1])
-                    added = new_row.to(rows.dtype).expand(num_tokens - rows.shape[0], -1)
-                    table.weight.data = torch.cat((rows, added))
-                else:
-                    table.weight.data = rows[:num_tokens].clone()
-                table.num_embeddings = num_tokens
+        for gate in token_gates(self):
+            gate.resize_table(embeddings.weight.shape[0])
         return embeddings
 
 
@@ -447,7 +417,7 @@ class EGMLAModel(EGMLAPreTrainedModel):
         """
         if (input_ids is None) ^ (inputs_embeds is not None):
             raise ValueError("Give exactly one of input_ids or inputs_embeds, the latter with token_ids beside it.")
-        token_ids = self._check_token_ids(input_ids, inputs_embeds, token_ids)
+        token_ids = find_token_ids(self.config, input_ids, inputs_embeds, token_ids)
 
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
@@ -457,7 +427,7 @@ class EGMLAModel(EGMLAPreTrainedModel):
         if use_cache and cache is None:
             cache = EGMLACache(self.config)
         if cache is not None:
-            self._check_cache(cache)
+            check_cache(self.config, cache)
 
         if position_ids is None:
             past_seen_tokens = cache.get_seq_length() if cache is not None else 0
@@ -493,55 +463,6 @@ class EGMLAModel(EGMLAPreTrainedModel):
 
         hidden_states = self.norm(hidden_states)
         return BaseModelOutputWithPast(last_hidden_state=hidden_states, cache=cache)
-
-    def _check_token_ids(
-        self,
-        input_ids: torch.Tensor | None,
-        inputs_embeds: torch.Tensor | None,
-        token_ids: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Returns the ids by which gates are looked up, [B, S]."""
-        if input_ids is not None:
-            token_ids = input_ids
-        elif token_ids is None and self.config.kv_gate != "none":
-            raise ValueError(
-                "EG-MLA looks its gates up by token id, so `inputs_embeds` needs `token_ids` beside it: one id for an "
-                f"embedding, shape [batch, sequence]. {NO_VIRTUAL_TOKENS}"
-            )
-        elif token_ids is None:
-            # Without gates ids are not read: -1 says that they are not known.
-            return torch.full(inputs_embeds.shape[:2], -1, dtype=torch.long, device=inputs_embeds.device)
-        elif token_ids.shape != inputs_embeds.shape[:2]:
-            raise ValueError(
-                f"`token_ids` must have one id for each embedding, but has shape {tuple(token_ids.shape)} beside "
-                f"`inputs_embeds` of shape {tuple(inputs_embeds.shape)}."
-            )
-        # On an accelerator this would wait for the device at every step; `generate` checks its prompt there.
-        if token_ids.device.type == "cpu" and not torch.compiler.is_compiling():
-            check_ids_in_vocabulary(token_ids, self.config.vocab_size)
-        return token_ids
-
-    def _check_cache(self, cache: Cache) -> None:
-        """Refuses a cache of another model; says once that a cache of another class holds expanded keys and values."""
-        if torch.compiler.is_compiling():
-            return
-        if getattr(cache, "holds_latents", False):
-            cache.check(self.config)
-            return
-        logger.warning_once(
-            f"A {type(cache).__name__} holds expanded keys and values: {self.config.num_attention_heads} heads of "
-            f"{self.config.qk_head_dim} + {self.config.v_head_dim} elements a token and layer, where an EGMLACache "
-            f"holds {self.config.kv_lora_rank} + {self.config.qk_rope_head_dim} in all. Results are the same."
-        )
-        layers = getattr(cache, "layers", [])
-        keys = getattr(layers[0], "keys", None) if layers else None
-        if isinstance(keys, torch.Tensor) and keys.dim() == 4 and keys.shape[-2] > 0:
-            expected = (self.config.num_attention_heads, self.config.qk_head_dim)
-            if (keys.shape[1], keys.shape[3]) != expected:
-                raise ValueError(
-                    f"The {type(cache).__name__} holds {keys.shape[1]} heads of {keys.shape[3]} key channels, which "
-                    f"this model did not write: it has {expected[0]} of {expected[1]}. {NO_VIRTUAL_TOKENS}"
-                )
 
 
 class EGMLAForCausalLM(EGMLAPreTrainedModel, EGMLAGenerationMixin):

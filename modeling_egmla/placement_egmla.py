@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .gate_egmla import TokenGate
+from .gate_egmla import TokenGate, token_gates
 from .table_egmla import (
     POOL_ROWS,
     GateRowPool,
@@ -93,12 +93,8 @@ class EGMLAGatePlacement:
         model._place_kv_gates(**{"checkpoint": pretrained_model_name_or_path, **kv_gates}, download=download)
         return loaded
 
-    def _token_gates(self) -> list[TokenGate]:
-        """Attention modules with a gate, by layer."""
-        return [module for module in self.modules() if isinstance(module, TokenGate) and module.kv_gate != "none"]
-
     def _gates_to_place(self) -> list[TokenGate]:
-        if gates := self._token_gates():
+        if gates := token_gates(self):
             return gates
         raise ValueError("This model has no gates (`kv_gate='none'`), so there are no tables to place or save.")
 
@@ -120,12 +116,12 @@ class EGMLAGatePlacement:
                 be.
         """
         row_dtype = find_dtype(dtype)
-        for gate in self._token_gates():
+        for gate in token_gates(self):
             gate.precompute_kv_gates(row_dtype)
 
     def release_kv_gates(self) -> None:
         """Frees what [`~EGMLAPreTrainedModel.precompute_kv_gates`] computed."""
-        for gate in self._token_gates():
+        for gate in token_gates(self):
             gate.release_kv_gates()
 
     def place_kv_gates(
@@ -225,7 +221,7 @@ class EGMLAGatePlacement:
     def kv_gate_statistics(self) -> GateStatistics:
         """Where the tables are that gates are looked up in, and what was brought to the device since."""
         sizes = dict.fromkeys(("device", "host", "file"), 0)
-        for gate in self._token_gates():
+        for gate in token_gates(self):
             for table in gate.tables():
                 sizes[table.where if isinstance(table, PlacedTable) else "device"] += table.nbytes
         pool = self.base_model.kv_gate_pool
@@ -246,7 +242,7 @@ class EGMLAGatePlacement:
 
     def refuse_placed_tables(self, change: str) -> None:
         """Raises a `ValueError` if tables are elsewhere or narrowed, and so cannot be `change`d."""
-        if any(isinstance(gate.kv_gate_embed, PlacedEmbedding) for gate in self._token_gates()):
+        if any(isinstance(gate.kv_gate_embed, PlacedEmbedding) for gate in token_gates(self)):
             raise ValueError(
                 f"Gate tables that were placed or narrowed cannot be {change}: put them back with "
                 "`model.place_kv_gates()` first."
@@ -259,7 +255,7 @@ class EGMLAGatePlacement:
         Raises:
             ValueError: these were given up, or are mapped from the folder that would be written to.
         """
-        tables = [table for gate in self._token_gates() for table in gate.tables() if isinstance(table, PlacedTable)]
+        tables = [table for gate in token_gates(self) for table in gate.tables() if isinstance(table, PlacedTable)]
         for path in {table.mapped.path for table in tables if table.mapped is not None}:
             if os.path.dirname(os.path.realpath(path)) == os.path.realpath(save_directory):
                 raise ValueError(f"Gate tables are mapped from {path}, so {save_directory} cannot be written over.")

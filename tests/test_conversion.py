@@ -659,7 +659,7 @@ def test_difference_fails_the_check(sources, tmp_path, monkeypatch):
 
 
 def test_existing_target_is_replaced_whole_or_not_at_all(sources, tmp_path):
-    """Without `force` a target is left alone; with it, an interruption leaves the old folder as it was."""
+    """Without `overwrite` a target is left alone; with it, an interruption leaves the old folder as it was."""
     target = tmp_path / "out"
     convert(sources["deepseek_v2"], target, check=False)
     old = {path.name: path.read_bytes() for path in target.iterdir()}
@@ -671,7 +671,7 @@ def test_existing_target_is_replaced_whole_or_not_at_all(sources, tmp_path):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        convert(sources["deepseek_v3"], target, force=True, progress=interrupt)
+        convert(sources["deepseek_v3"], target, overwrite=True, progress=interrupt)
     assert {path.name: path.read_bytes() for path in target.iterdir()} == old
     with pytest.raises(KeyboardInterrupt):
         convert(sources["deepseek_v3"], tmp_path / "new", progress=interrupt)
@@ -681,13 +681,13 @@ def test_existing_target_is_replaced_whole_or_not_at_all(sources, tmp_path):
     (tmp_path / "mine/letter.txt").write_text("keep")
     for folder, message in ((tmp_path / "mine", "no model"), (sources["deepseek_v3"].parent, "no model")):
         with pytest.raises(FileExistsError, match=message):
-            convert(sources["deepseek_v3"], folder, force=True)
+            convert(sources["deepseek_v3"], folder, overwrite=True)
     with pytest.raises(ConversionError, match="is the target"):
-        convert(sources["deepseek_v3"], sources["deepseek_v3"], force=True)
+        convert(sources["deepseek_v3"], sources["deepseek_v3"], overwrite=True)
     (tmp_path / "mine/letter.txt").unlink()
     (tmp_path / "mine").rmdir()
 
-    convert(sources["deepseek_v3"], target, force=True)
+    convert(sources["deepseek_v3"], target, overwrite=True)
     torch.testing.assert_close(logits(target), logits(sources["deepseek_v3"]), atol=2e-5, rtol=0)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
 

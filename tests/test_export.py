@@ -17,8 +17,13 @@ from transformers import AutoTokenizer, GenerationConfig
 from typer.testing import CliRunner
 
 import modeling_egmla
-from modeling_egmla import EGMLAForCausalLM, EGMLAForSequenceClassification, EGMLAForTokenClassification, EGMLAModel
-from modeling_egmla.conversion import folders
+from modeling_egmla import (
+    EGMLAForCausalLM,
+    EGMLAForSequenceClassification,
+    EGMLAForTokenClassification,
+    EGMLAModel,
+    files,
+)
 from modeling_egmla.conversion.export import export, export_model
 from modeling_egmla.conversion.verify import (
     VerificationError,
@@ -315,7 +320,9 @@ def test_existing_folders_are_not_lost(folder, tmp_path, make_model):
     assert verify(folder) and not (folder / "tokenizer.json").exists()
 
 
-@pytest.mark.parametrize("step", ["export._write_model", "export.write_manifest", "folders.publish"])
+@pytest.mark.parametrize(
+    "step", ["conversion.export._write_model", "conversion.export.write_manifest", "files.publish"]
+)
 @pytest.mark.parametrize("exists", [False, True])
 def test_crash_leaves_old_or_nothing(folder, tmp_path, make_model, monkeypatch, step, exists):
     """At whatever step an export breaks off, the name has the old folder or none, and nothing else is left over."""
@@ -325,7 +332,7 @@ def test_crash_leaves_old_or_nothing(folder, tmp_path, make_model, monkeypatch, 
 
     target = folder if exists else tmp_path / "new"
     before = content(folder)
-    monkeypatch.setattr(f"modeling_egmla.conversion.{step}", crash)
+    monkeypatch.setattr(f"modeling_egmla.{step}", crash)
     with pytest.raises(KeyboardInterrupt):
         export_model(make_model(seed=1), target, overwrite=True)
     assert [path.name for path in tmp_path.iterdir()] == ["copy"]
@@ -336,11 +343,11 @@ def test_crash_leaves_old_or_nothing(folder, tmp_path, make_model, monkeypatch, 
 def test_replacing_a_folder(tmp_path, monkeypatch, exchange):
     """Also where the system cannot exchange two names at once."""
     if not exchange:
-        monkeypatch.setattr(folders, "_exchange", lambda one, other: False)
+        monkeypatch.setattr(files, "_exchange", lambda one, other: False)
     for name in ("old", "new"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").write_text(name)
-    folders.publish(tmp_path / "new", tmp_path / "old")
+    files.publish(tmp_path / "new", tmp_path / "old")
     assert [path.name for path in tmp_path.iterdir()] == ["old"]
     assert (tmp_path / "old" / "file").read_text() == "new"
 

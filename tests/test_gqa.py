@@ -17,7 +17,7 @@ from modeling_egmla.commands import app
 from modeling_egmla.conversion import gqa
 from modeling_egmla.conversion.checkpoint import ConversionError
 from modeling_egmla.conversion.converter import CheckFailed, convert
-from modeling_egmla.conversion.gating import with_gate
+from modeling_egmla.conversion.gating import GateStart, with_gate
 from modeling_egmla.conversion.gqa import GQAFactors, GQAPlan, input_moments, mla_weights
 from modeling_egmla.conversion.stages import LatentStart
 from modeling_egmla.conversion.weights import build_model
@@ -418,7 +418,7 @@ def test_plan_of_an_mla_model(make_model, tmp_path, egmla):
 def test_cached_steps_of_a_converted_model(llama, decoding):
     """Constant channels are no burden to decoding: each way gives, step by step, the logits of one whole forward."""
     factors = factors_of(llama, latent=13, rope_dim=8, norm_channels=True)
-    model = build_model(with_gate(mla_weights(factors, lambda name: torch.float32), "multiply", 6, "layer_norm"))
+    model = build_model(with_gate(mla_weights(factors, lambda name: torch.float32), GateStart("multiply", 6)))
     for layer in model.model.layers:
         layer.self_attn.kv_gate_norm.weight.data.fill_(20.0)
         layer.self_attn.kv_gate_embed.weight.data.add_(0.3 * torch.randn(97, 6))

@@ -23,7 +23,7 @@ from test_gqa import tiny_llama
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import modeling_egmla  # noqa: F401  registers the Auto classes
-from modeling_egmla.conversion.folders import write_whole
+from modeling_egmla.files import write_whole
 from modeling_egmla.training import EGMLATrainer, RecipeError, load_recipe, run, train
 from modeling_egmla.training.data import (
     is_validation,

@@ -10,7 +10,7 @@ import numpy as np
 from report import estimate, fill
 from rich.console import Console
 
-from modeling_egmla.conversion.folders import write_whole
+from modeling_egmla.files import write_whole
 
 
 PARITY = 0.01  # nats a token above the teacher: one percent of perplexity

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 from rich.console import Console
-from runs import EXPERIMENTS, SEEDS
+from runs import EXPERIMENTS, SEEDS, text_of
 
-from modeling_egmla.conversion.folders import write_whole
+from modeling_egmla.files import write_whole
 
 
 T_95 = {2: 12.71, 3: 4.303, 4: 3.182, 5: 2.776}  # Student's t, two-sided 95 %, by number of seeds
@@ -49,10 +49,16 @@ def compare(results: dict, text: str, variant: str, reference: str) -> Estimate 
     return estimate(differences) if differences else None
 
 
+def is_begun(results: dict, experiment: str) -> bool:
+    """Whether an experiment has a run of its own: those of plain MLA and EG-MLA on the first text belong to all."""
+    shared = set() if experiment in ("ablation", "transfer") else {"mla", "egmla"}
+    wanted = set(EXPERIMENTS[experiment][1]) - shared
+    return any(text == text_of(experiment) and variant in wanted for text, variant, _ in results)
+
+
 def table(results: dict, experiment: str, speed: dict[str, list[int]]) -> str:
     """An experiment as a Markdown table and its figure; variants without a finished run are named below the table."""
-    _, variants = EXPERIMENTS[experiment]
-    text = "wiki" if experiment == "transfer" else "sotu"
+    text, (_, variants) = text_of(experiment), EXPERIMENTS[experiment]
     reference = variants[0]
     rows = [
         "| | parameters, M | of these in tables | cache elements a token | training tokens/s | validation loss "
@@ -73,17 +79,15 @@ def table(results: dict, experiment: str, speed: dict[str, list[int]]) -> str:
             f"| {estimate([run['validation_loss'] for run in runs])} "
             f"| {difference if difference else '-'} | {f'± {half_width:.4f}' if half_width else '-'} |"
         )
-    if missing:
-        rows += ["", f"Not run yet: {', '.join(missing)}."]
-    if len(missing) < len(variants):
-        rows += ["", f"![Validation loss over tokens](study/{experiment}.png)"]
-    return "\n".join(rows)
+    left = [f"Not run yet: {', '.join(missing)}."] if missing else []
+    if not is_begun(results, experiment):
+        return left[0]
+    return "\n".join([*rows, "", *left, *[""] * bool(left), f"![Validation loss over tokens](study/{experiment}.png)"])
 
 
 def draw(results: dict, experiment: str, path: Path) -> None:
     """Validation loss over tokens: the mean of the seeds, and the range between them."""
-    title, variants = EXPERIMENTS[experiment]
-    text = "wiki" if experiment == "transfer" else "sotu"
+    text, (title, variants) = text_of(experiment), EXPERIMENTS[experiment]
     figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
     for variant in variants:
         curves = [
@@ -116,7 +120,7 @@ def write_report(folder: Path, docs: Path, console: Console) -> None:
     text = document.read_text(encoding="utf-8")
     for experiment in EXPERIMENTS:
         text = fill(text, experiment, table(results, experiment, speed))
-        if any((result["text"] == "wiki") is (experiment == "transfer") for result in results.values()):
+        if is_begun(results, experiment):
             draw(results, experiment, docs / "study" / f"{experiment}.png")
     write_whole(document, text)
     console.print(f"{len(results)} results: tables in {document}, figures in {docs / 'study'}.")

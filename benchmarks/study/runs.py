@@ -11,7 +11,8 @@ from pathlib import Path
 
 import yaml
 
-from modeling_egmla.conversion.folders import write_whole
+from modeling_egmla.files import write_whole
+from modeling_egmla.training.log import read_log
 
 
 VOCABULARY = 4096
@@ -123,15 +124,19 @@ EXPERIMENTS = {
 }
 
 
+def text_of(experiment: str) -> str:
+    """What the runs of an experiment are trained on."""
+    return "wiki" if experiment == "transfer" else "sotu"
+
+
 def all_runs(only: str | None = None) -> list[Run]:
     """Every run (of one experiment) once, in the order of experiments, a seed's variants before the next seed."""
     runs = {}
     for experiment, (_, variants) in EXPERIMENTS.items():
         if only not in (None, experiment):
             continue
-        text = "wiki" if experiment == "transfer" else "sotu"
         for seed in SEEDS:
-            runs.update({Run(variant, seed, text): None for variant in variants})
+            runs.update({Run(variant, seed, text_of(experiment)): None for variant in variants})
     return list(runs)
 
 
@@ -163,7 +168,7 @@ def write_result(run: Run, recipe: dict, folder: Path, results: Path) -> None:
     output = folder / run.name
     report = json.loads((output / "training.json").read_text(encoding="utf-8"))
     config = json.loads((output / "config.json").read_text(encoding="utf-8"))
-    lines = [json.loads(line) for line in (output / "log.jsonl").read_text(encoding="utf-8").splitlines()]
+    lines = read_log(output / "log.jsonl")
     groups = config["num_hidden_layers"] // config["layer_group_size"]
     result = {
         "name": run.name,

@@ -25,10 +25,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, Llam
 from modeling_egmla import EGMLACache, EGMLAForCausalLM
 from modeling_egmla.conversion.cards import render_card
 from modeling_egmla.conversion.converter import convert
-from modeling_egmla.conversion.folders import new_folder, write_whole
 from modeling_egmla.conversion.stages import LatentStart
+from modeling_egmla.files import new_folder, write_whole
 from modeling_egmla.plan import count_parameters
 from modeling_egmla.training.data import load_documents, split_documents
+from modeling_egmla.training.log import read_log
 from modeling_egmla.training.recipe import DataRecipe, read_section
 
 
@@ -214,7 +215,7 @@ def convert_source(study: Study, width: int, target: Path, console: Console) -> 
         gate="multiply",
         gate_dim=study.gate_dim,
         calibration=calibration,
-        force=target.exists(),
+        overwrite=target.exists(),
         staged=lambda stage, score: console.print(f"  {stage}: {score.perplexity:.2f}, {score.divergence:.4f}"),
     )
     config = EGMLAForCausalLM.config_class.from_pretrained(target)
@@ -246,9 +247,8 @@ def heal(study: Study, width: int, output: Path) -> None:
     if code := subprocess.run(command).returncode:
         raise RuntimeError(f"`{shlex.join(command)}` ended with {code}.")
     report = json.loads((output / "training.json").read_text(encoding="utf-8"))
-    lines = [json.loads(line) for line in (output / "log.jsonl").read_text(encoding="utf-8").splitlines()]
     report["width"] = width
-    report["validation_loss_over_tokens"] = curve(lines, recipe["training"]["batch_tokens"])
+    report["validation_loss_over_tokens"] = curve(read_log(output / "log.jsonl"), recipe["training"]["batch_tokens"])
     about = {**ABOUT, "summary": ABOUT["summary"].format(width=width)}
     write_whole(output / "about.yaml", yaml.safe_dump(about, sort_keys=False))  # `egmla export` reads it too
     model = EGMLAForCausalLM.from_pretrained(output)

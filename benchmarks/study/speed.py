@@ -11,7 +11,7 @@ import transformers
 from runs import BATCH_TOKENS, CONTEXT, SHAPE, VARIANTS, VOCABULARY
 
 from modeling_egmla import EGMLAConfig, EGMLAForCausalLM
-from modeling_egmla.conversion.folders import write_whole
+from modeling_egmla.files import write_whole
 
 
 def measure_speed(path: Path, repeats: int) -> None:

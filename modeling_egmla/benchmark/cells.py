@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..conversion.folders import write_whole
+from ..files import write_whole
 
 
 PHASES = ("decode", "prefill", "memory", "groups")

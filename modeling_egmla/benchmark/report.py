@@ -8,8 +8,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from ..commands.common import format_bytes, need, plain_table
 from ..configuration_egmla import EGMLAConfig
+from ..console import format_bytes, need, plain_table
 from .cells import Cell, Results, read_json
 from .floor import Rates, least_work
 from .systems import LABELS, Shape, label

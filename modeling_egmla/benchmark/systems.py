@@ -30,15 +30,6 @@ LABELS = {
     "egmla-a": "EG-MLA-A",
     "egmla-stock": "EG-MLA, K/V",
 }
-MEANINGS = {
-    "mha": "the library's Llama",
-    "gqa": "the library's Llama with 4 KV heads (or the next fewer that divide the heads)",
-    "mla": "the library's DeepSeek-V3, all layers dense, with the latent of the paper's MLA",
-    "our-mla": "this package without gates, with the same latent",
-    "egmla": "gates projected at every step",
-    "egmla-a": "gates precomputed",
-    "egmla-stock": "gates projected, on the library's cache of expanded keys and values",
-}
 SAME_WEIGHTS = {"egmla", "egmla-a", "egmla-stock"}
 LAYER_GROUPS = (1, 2, 4, 6)
 GROUPED = "egmla-a-lgz"  # and the layer group size: `egmla-a` with it

@@ -5,7 +5,8 @@ from typing import Annotated
 
 import typer
 
-from .common import console, is_installed, load_config
+from ..console import console, is_installed
+from .common import load_config
 from .plan import DEFAULT_PRESET
 
 

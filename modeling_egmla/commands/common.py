@@ -1,16 +1,12 @@
-"""What the subcommands share: errors as one sentence, models and configurations by name, sizes in words."""
+"""What the subcommands share: options, errors as one sentence, models and configurations by name."""
 
 import errno
-import importlib.util
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
-from rich import box
-from rich.console import Console
-from rich.table import Table
 from typer.core import TyperGroup
 
 
@@ -26,6 +22,18 @@ Device = Annotated[str | None, typer.Option(help="Where to run: cpu, cuda, ...; 
 Dtype = Annotated[
     Literal["auto", "float32", "bfloat16", "float16"],
     typer.Option(help="Type of the weights; auto is as they are stored."),
+]
+Gates = Annotated[
+    Literal["projected", "precomputed"],
+    typer.Option(help="Project gates from narrow rows, or look up those of all ids (EG-MLA-A): faster, and larger."),
+]
+Placed = Annotated[
+    Literal["device", "host", "mmap"],
+    typer.Option(help="Where gate tables are: on the device, in the host's memory, or left in their file."),
+]
+PoolRows = Annotated[
+    int | None,
+    typer.Option(min=1, help="Rows a layer that stay on the device when tables are elsewhere; by default 4096."),
 ]
 TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")]
 
@@ -44,21 +52,10 @@ class Commands(TyperGroup):
             raise typer.Exit(1) from error
 
 
-def console() -> Console:
-    """A console for tables on standard output, made when used: it then knows the terminal, or the file behind it."""
-    return Console(highlight=False)
-
-
-def is_installed(*modules: str) -> bool:
-    return all(importlib.util.find_spec(module) is not None for module in modules)
-
-
-def need(extra: str, *modules: str) -> None:
-    """Raises an `ImportError` that says how to install `modules` where they are missing."""
-    if not is_installed(*modules):
-        raise ImportError(
-            f"This needs {' and '.join(modules)}, which the extra {extra!r} installs: pip install 'egmla[{extra}]'"
-        )
+def check_pool_rows(pool_rows: int | None, placement: str) -> None:
+    """Raises a `ValueError` if tables that are on the device would get a pool."""
+    if pool_rows is not None and placement == "device":
+        raise ValueError("--pool-rows goes with --placement host or mmap: tables on the device need no pool.")
 
 
 def load_config(name: str, trust_remote_code: bool = False) -> "EGMLAConfig":
@@ -106,10 +103,7 @@ def load_model(
     from ..configuration import preset_path
 
     _be_quiet()
-    if name is None:
-        name = preset_path()
-    elif not Path(name).is_dir():
-        name = _preset_with_weights(name)
+    name = preset_path() if name is None else _find_weights(name)
     placed = {}
     if kv_gates is not None:
         load_config(name, trust_remote_code)  # other models than ours know no such argument
@@ -125,15 +119,12 @@ def load_model(
         raise ValueError(f"The model cannot be moved to --device {device}: {error}") from error
 
 
-def _preset_with_weights(name: str) -> str:
+def _find_weights(name: str) -> str:
     """The folder of the preset `name`, or `name` where there is no such preset."""
-    from ..configuration import preset_path
+    from ..configuration import find_model
 
-    try:
-        folder = preset_path(name)
-    except ValueError:
-        return name
-    if not any(Path(folder).glob("*.safetensors")):
+    folder = find_model(name)
+    if folder != name and not any(Path(folder).glob("*.safetensors")):
         raise ValueError(
             f"{name} is a preset without weights: `egmla plan {name}` plans it, `egmla train` trains one."
         )
@@ -168,19 +159,3 @@ def _load(from_pretrained: Callable, name: str, trust_remote_code: bool, **kwarg
             "presets), and could not be loaded from the Hub, which needs network and, for private models, `hf auth "
             "login`."
         ) from error
-
-
-def format_bytes(size: float) -> str:
-    """`1234567` as `1.18 MiB`."""
-    units = ["B", "KiB", "MiB", "GiB", "TiB"]
-    power = min(max(int(size).bit_length() - 1, 0) // 10, len(units) - 1)
-    size /= 1024**power
-    return f"{size:,.0f} {units[power]}" if power == 0 or size >= 100 else f"{size:.3g} {units[power]}"
-
-
-def plain_table(title: str, *columns: str) -> Table:
-    """A table with a rule under its head; the first column holds names, the others numbers."""
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
-    for index, column in enumerate(columns):
-        table.add_column(column, justify="right" if index else "left")
-    return table

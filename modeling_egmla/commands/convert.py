@@ -8,7 +8,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from .common import Dtype, console, format_bytes, plain_table
+from ..console import console, format_bytes, plain_table
+from .common import Dtype
 
 
 if TYPE_CHECKING:
@@ -141,7 +142,8 @@ def convert(
 
     from ..conversion.converter import DTYPES, plan_conversion
     from ..conversion.converter import convert as run
-    from ..conversion.stages import GateStart, LatentStart
+    from ..conversion.gating import GateStart
+    from ..conversion.stages import LatentStart
 
     start = None
     if latent is not None and latent_energy is not None:
@@ -181,7 +183,7 @@ def convert(
             calibration_tokens=calibration_tokens,
             drop=drop or (),
             max_shard_size=max_shard_size,
-            force=overwrite,
+            overwrite=overwrite,
             check=check,
             threshold=threshold,
             max_rise=max_rise,

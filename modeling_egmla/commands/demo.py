@@ -5,7 +5,8 @@ from typing import Annotated
 
 import typer
 
-from .common import console, is_installed, load_model
+from ..console import console, is_installed
+from .common import load_model
 from .plan import DEFAULT_PRESET, draw, plan_notes, plan_table
 
 

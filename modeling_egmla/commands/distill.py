@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from .common import console, need
+from ..console import console, need
 from .train import summary
 
 

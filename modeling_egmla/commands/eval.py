@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from .common import Device, Dtype, TrustRemoteCode, console, is_installed, load_model, need, plain_table
+from ..console import console, is_installed, need, plain_table
+from .common import Device, Dtype, TrustRemoteCode, load_model
 
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ def evaluate(
 
 
 def _write(output: Path | None, results: dict[str, Any]) -> None:
-    from ..conversion.folders import write_whole
+    from ..files import write_whole
 
     if output is not None:
         write_whole(output, json.dumps(results, indent=2, default=str) + "\n")
@@ -124,9 +125,9 @@ def _texts(model, tokenizer, paths: list[Path], stride: int | None, batch_size: 
 
 def _paper_suite(model, tokenizer, name: str | None, output: Path | None, limit: int | None, batch_size: int) -> None:
     """Runs the paper's suite; leaves a table and a plot beside the results."""
-    from ..conversion.folders import write_whole
     from ..evaluation.report import mean_name, paper_table, plot_results, task_table
     from ..evaluation.suite import run_paper_suite
+    from ..files import write_whole
 
     name = Path(name).name if name is not None else "egmla-sotu"
     output = output or Path(f"paper-{name}.json")

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from .common import Device, Dtype, TrustRemoteCode, console, format_bytes, load_model, plain_table
+from ..console import console, format_bytes, plain_table
+from .common import Device, Dtype, Gates, Placed, PoolRows, TrustRemoteCode, check_pool_rows, load_model
 
 
 if TYPE_CHECKING:
@@ -28,22 +29,13 @@ def generate(
     cache: Annotated[
         Literal["dynamic", "static"], typer.Option(help="Grow the cache by blocks, or allocate all of it at once.")
     ] = "dynamic",
-    gates: Annotated[
-        Literal["projected", "precomputed"],
-        typer.Option(help="Project gates from narrow rows, or compute those of all ids first: faster, and larger."),
-    ] = "projected",
-    placement: Annotated[
-        Literal["device", "host", "mmap"],
-        typer.Option(help="Where gate tables are: on the device, in the host's memory, or left in their file."),
-    ] = "device",
+    gates: Gates = "projected",
+    placement: Placed = "device",
     tables_dtype: Annotated[
         Literal["bfloat16", "float16", "int8"] | None,
         typer.Option(help="Narrow the rows that gates are looked up in; by default they are as the model."),
     ] = None,
-    pool_rows: Annotated[
-        int | None,
-        typer.Option(min=1, help="Rows a layer that stay on the device when tables are elsewhere; by default 4096."),
-    ] = None,
+    pool_rows: PoolRows = None,
     gates_file: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Precomputed gates for --placement mmap; written first if not there."),
@@ -72,8 +64,7 @@ def generate(
         text.encode("utf-8")
     except UnicodeEncodeError:
         raise ValueError("The text is not UTF-8: convert it first, e.g. with `iconv -t utf-8`.") from None
-    if pool_rows is not None and placement == "device":
-        raise ValueError("--pool-rows goes with --placement host or mmap: tables on the device need no pool.")
+    check_pool_rows(pool_rows, placement)
     is_mapped = gates == "precomputed" and placement == "mmap"
     if is_mapped != (gates_file is not None):
         raise ValueError("--gates-file goes with --gates precomputed --placement mmap, and these need it.")

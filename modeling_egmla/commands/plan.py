@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from .common import TrustRemoteCode, console, format_bytes, load_config, need, plain_table
+from ..console import console, format_bytes, need, plain_table
+from .common import Gates, Placed, PoolRows, TrustRemoteCode, check_pool_rows, load_config
 
 
 if TYPE_CHECKING:
@@ -35,20 +36,9 @@ def plan(
         Literal["float32", "bfloat16", "float16", "int8"] | None, typer.Option(help="Type of the gate tables.")
     ] = None,
     cache_dtype: Annotated[FloatType | None, typer.Option(help="Type of the cache.")] = None,
-    gates: Annotated[
-        Literal["projected", "precomputed"],
-        typer.Option(help="Look gates up narrow and project them, or look up precomputed wide rows (EG-MLA-A)."),
-    ] = "projected",
-    placement: Annotated[
-        Literal["device", "host", "mmap"],
-        typer.Option(help="Where gate tables are: mmap leaves them in their file, and reads rows as needed."),
-    ] = "device",
-    pool_rows: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Rows a layer that stay on the device when the tables are not there; by default 4096."
-        ),
-    ] = None,
+    gates: Gates = "projected",
+    placement: Placed = "device",
+    pool_rows: PoolRows = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print all numbers, in bytes, as JSON.")] = False,
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Draw memory over context to a .png, .svg or .pdf.")
@@ -74,8 +64,7 @@ def plan(
     from ..plan import POOL_ROWS
     from ..plan import plan as make_plan
 
-    if pool_rows is not None and placement == "device":
-        raise ValueError("--pool-rows goes with --placement host or mmap: tables on the device need no pool.")
+    check_pool_rows(pool_rows, placement)
     config = load_config(model, trust_remote_code)
 
     def planned(context: int | None) -> "Plan":

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from .common import console, need, plain_table
+from ..console import console, need, plain_table
 
 
 def plot(

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from .common import console, format_bytes, plain_table
+from ..console import console, format_bytes, plain_table
 
 
 def push(

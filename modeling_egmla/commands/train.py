@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .common import console, is_installed, need
+from ..console import console, is_installed, need
 
 
 def train(

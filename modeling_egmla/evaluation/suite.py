@@ -18,7 +18,7 @@ import torch
 import yaml
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..conversion.folders import write_whole
+from ..files import write_whole
 from ..version import __version__
 from .harness import PAPER, load_tasks, local_tasks_folder, run_tasks, scores
 from .perplexity import TextPerplexity, text_perplexity

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from huggingface_hub.dataclasses import strict
 from transformers import AutoModelForCausalLM, PreTrainedModel, default_data_collator
 
-from ..conversion.folders import write_whole
+from ..files import write_whole
 from ..modeling_egmla import EGMLAForCausalLM
 from .recipe import (
     DataRecipe,

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..gate_egmla import TokenGate
+from ..gate_egmla import token_gates
 from ..modeling_egmla import EGMLADecoderLayer
 
 
@@ -116,7 +116,7 @@ def shard_gate_tables(model: nn.Module, mesh: DeviceMesh | None = None) -> None:
         ValueError: the model has no gate tables, or they are cut already or wrapped by an adapter, or their width is
             not a multiple of the number of processes.
     """
-    gates = [module for module in model.modules() if isinstance(module, TokenGate) and module.kv_gate != "none"]
+    gates = token_gates(model)
     if not gates:
         raise ValueError('There are no gate tables to cut: `kv_gate` is "none".')
     if other := {type(gate.kv_gate_embed) for gate in gates} - {nn.Embedding}:
@@ -149,7 +149,7 @@ def shard_model(model: nn.Module, mesh: DeviceMesh, **options) -> nn.Module:
     Returns:
         The same model.
     """
-    tables = [m.kv_gate_embed for m in model.modules() if isinstance(m, TokenGate) and m.kv_gate != "none"]
+    tables = [gate.kv_gate_embed for gate in token_gates(model)]
     whole = [table for table in tables if not isinstance(table, ShardedEmbedding)]
     cut = {parameter for parameter in model.parameters() if isinstance(parameter, DTensor)}
     for tensor in [*model.parameters(), *model.buffers()]:

@@ -1,6 +1,5 @@
 """A recipe from beginning to end: model, arguments, training or its continuation, the saved model and the report."""
 
-import contextlib
 import hashlib
 import importlib.util
 import json
@@ -27,9 +26,9 @@ from transformers import (
 )
 from transformers.trainer_utils import align_special_tokens, get_last_checkpoint
 
-from ..configuration import preset_path
-from ..configuration_egmla import EGMLAConfig
-from ..conversion.folders import write_whole
+from ..configuration import find_model
+from ..configuration_egmla import SPECIAL_IDS, EGMLAConfig
+from ..files import write_whole
 from ..modeling_egmla import EGMLAForCausalLM
 from .data import (
     bits_per_byte,
@@ -48,14 +47,6 @@ from .recipe import DataRecipe, ModelRecipe, Recipe, RecipeError, TrainingRecipe
 from .trainer import EGMLATrainer, JSONLinesLog, mean_token_loss, token_losses
 
 
-def trained_model(name: str) -> str:
-    """The folder of the preset `name`, if there is one, or `name` itself: a folder or a Hub id."""
-    if not Path(name).is_dir():
-        with contextlib.suppress(ValueError):
-            return preset_path(name)
-    return name
-
-
 def load_tokenizer(path: str, key: str = "tokenizer.path") -> PreTrainedTokenizerBase:
     """
     Loads the tokenizer that the recipe names under `key`.
@@ -64,7 +55,7 @@ def load_tokenizer(path: str, key: str = "tokenizer.path") -> PreTrainedTokenize
         RecipeError: there is none, or it has no end-of-text to put between documents.
     """
     try:
-        tokenizer = AutoTokenizer.from_pretrained(trained_model(path))
+        tokenizer = AutoTokenizer.from_pretrained(find_model(path), trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise RecipeError(f"`{key}`: no tokenizer loads from {path}: {error}") from error
     if tokenizer.eos_token_id is None:
@@ -84,7 +75,7 @@ def load_model(path: str, key: str, model_class: type = EGMLAForCausalLM) -> Pre
     Raises:
         RecipeError: there is none, or one of another kind, or weights are missing or of other shapes.
     """
-    path = trained_model(path)
+    path = find_model(path)
     try:
         kind = PreTrainedConfig.get_config_dict(path)[0].get("model_type")
         if model_class is EGMLAForCausalLM and kind != EGMLAConfig.model_type:
@@ -93,7 +84,11 @@ def load_model(path: str, key: str, model_class: type = EGMLAForCausalLM) -> Pre
                 f"`egmla convert {path} FOLDER`, and name that folder."
             )
         model, info = model_class.from_pretrained(
-            path, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True
+            path,
+            dtype=torch.float32,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+            trust_remote_code=False,
         )
     except RecipeError:
         raise
@@ -116,7 +111,7 @@ def build_model(recipe: ModelRecipe, tokenizer, seed: int) -> EGMLAForCausalLM:
     Raises:
         RecipeError: no such model or preset, a field that cannot work, or more tokens than the model has ids.
     """
-    special_ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    special_ids = {name: getattr(tokenizer, name) for name in SPECIAL_IDS}
     if recipe.path is not None:
         model = load_model(recipe.path, key="model.path")
     else:
@@ -233,8 +228,7 @@ def save_final(trainer: EGMLATrainer, tokenizer, recipe: TrainingRecipe, generat
     if not trainer.is_world_process_zero():
         return
     align_special_tokens(model, tokenizer)  # as Trainer does, but not for a run that had taken all its steps
-    special = ("bos_token_id", "eos_token_id", "pad_token_id")
-    settings = {name: getattr(model.generation_config, name) for name in special}
+    settings = {name: getattr(model.generation_config, name) for name in SPECIAL_IDS}
     if len(tokenizer) < model.config.vocab_size:
         settings["suppress_tokens"] = list(range(len(tokenizer), model.config.vocab_size))
     model.generation_config = GenerationConfig(**{**generation, **settings})

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import EvalPrediction, Trainer, TrainerCallback
 from transformers.trainer_utils import rotate_checkpoints
 
-from ..conversion.folders import publish, write_whole
+from ..files import publish, write_whole
 from . import parallel
 from .log import read_log
 from .recipe import GateTablesRecipe

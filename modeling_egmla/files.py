@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 @contextmanager
-def new_folder(target: str | Path, force: bool = False) -> Iterator[Path]:
+def new_folder(target: str | Path, overwrite: bool = False) -> Iterator[Path]:
     """
     Gives a temporary folder beside `target` to write into, which takes the name `target` when the block ends.
 
@@ -19,31 +19,31 @@ def new_folder(target: str | Path, force: bool = False) -> Iterator[Path]:
 
     Args:
         target: folder to make.
-        force: replace a `target` that exists, at once and only when the new folder is complete.
+        overwrite: replace a `target` that exists, at once and only when the new folder is complete.
 
     Raises:
-        FileExistsError: `target` exists and `force` is false, or it is no folder of a model.
+        FileExistsError: `target` exists and `overwrite` is false, or it is no folder of a model.
     """
     target = Path(target).absolute()
-    refuse_existing(target, force)
+    refuse_existing(target, overwrite)
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{target.name}.partial-", dir=target.parent))
     try:
         yield partial
         partial.chmod(0o777 & ~umask())  # mkdtemp makes folders that only their owner can read
-        refuse_existing(target, force)
+        refuse_existing(target, overwrite)
         publish(partial, target)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def refuse_existing(target: Path, force: bool) -> None:
+def refuse_existing(target: Path, overwrite: bool) -> None:
     """Raises a `FileExistsError` if writing to `target` would touch what is there."""
     if target.is_symlink() or (target.exists() and not target.is_dir()):
         raise FileExistsError(f"{target} exists and is not a folder: choose another name.")
     if not target.exists() or not any(target.iterdir()):
         return
-    if not force:
+    if not overwrite:
         raise FileExistsError(f"{target} exists already: choose another name, or replace it with --overwrite.")
     if not (target / "config.json").is_file():
         raise FileExistsError(
