@@ -342,19 +342,27 @@ class TestOperations:
         untouched.rows = ids.tolist()
         check(model, cache, untouched)
 
-    def test_accessors_survive_rolling_back(self, models):
-        """What the accessors gave stays as it was when the cache is rolled back and fed other tokens."""
-        model, cache = models["multiply"], new_cache("dynamic", models["multiply"].config)
-        ids = random_ids(2, 8, 0)
+    @pytest.mark.parametrize("kind", ["dynamic", "static"])
+    def test_accessors_are_views_and_fill_copies(self, models, kind):
+        """What the accessors gave changes with the cache; what `fill` took from them does not."""
+        model, cache = models["multiply"], new_cache(kind, models["multiply"].config)
+        ids, other = random_ids(2, 8, 0), random_ids(2, 3, 5)
         with torch.no_grad():
             model(ids[:, :4], cache=cache)
             model(ids[:, 4:], cache=cache)
-            cache_before = EGMLACache(model.config).fill(cache.latents, cache.rotated_keys, cache.token_ids)
+            latents, keys = ([t[:, :, :8] for t in s] for s in (cache.latents, cache.rotated_keys))
+            token_ids = cache.token_ids[:, :8]
+            taken = new_cache(kind, model.config).fill(latents, keys, token_ids)
             cache.crop(-3)
-            model(random_ids(2, 3, 5), cache=cache)
-        rows = Rows()
-        rows.rows = ids.tolist()
-        check(model, cache_before, rows)
+            model(other, cache=cache)
+        before, after = Rows(), Rows()
+        before.rows = ids.tolist()
+        after.rows = torch.cat([ids[:, :5], other], dim=1).tolist()
+        check(model, taken, before)
+        check(model, cache, after)
+        assert torch.equal(token_ids, cache.token_ids[:, :8])
+        for given, stream in ((latents, cache.latents), (keys, cache.rotated_keys)):
+            assert all(torch.equal(view, now[:, :, :8]) for view, now in zip(given, stream, strict=True))
 
     @pytest.mark.parametrize("layer_class", [EGMLALayer, EGMLAStaticLayer])
     def test_offload_and_prefetch_move_every_stream(self, monkeypatch, layer_class):
