@@ -361,8 +361,8 @@ class TestOperations:
         check(model, taken, before)
         check(model, cache, after)
         assert torch.equal(token_ids, cache.token_ids[:, :8])
-        for given, stream in ((latents, cache.latents), (keys, cache.rotated_keys)):
-            assert all(torch.equal(view, now[:, :, :8]) for view, now in zip(given, stream, strict=True))
+        for views, stream in ((latents, cache.latents), (keys, cache.rotated_keys)):
+            assert all(torch.equal(view, now[:, :, :8]) for view, now in zip(views, stream, strict=True))
 
     @pytest.mark.parametrize("layer_class", [EGMLALayer, EGMLAStaticLayer])
     def test_offload_and_prefetch_move_every_stream(self, monkeypatch, layer_class):
