@@ -401,7 +401,10 @@ class _LatentCache(Cache):
 
     @property
     def token_ids(self) -> torch.Tensor | None:
-        """Ids of the cached tokens, [B, T], int32; None before the first update."""
+        """
+        Ids of the cached tokens, [B, T], int32; None before the first update. A view, valid until the cache next
+        changes.
+        """
         ids = self.layers[0].token_ids
         if self.offloading and ids is not None and ids.is_cuda:
             # The first layer, which holds them, may be on its way back while later layers run.
@@ -410,12 +413,18 @@ class _LatentCache(Cache):
 
     @property
     def latents(self) -> list[torch.Tensor | None]:
-        """Latents after their RMSNorm, one [B, 1, T, C] for each layer group."""
+        """
+        Latents after their RMSNorm, one [B, 1, T, C] for each layer group. They are views, valid until the cache next
+        changes.
+        """
         return [layer.keys for layer in self.layers]
 
     @property
     def rotated_keys(self) -> list[torch.Tensor | None]:
-        """Rotated keys that all heads share, one [B, 1, T, R] for each layer group."""
+        """
+        Rotated keys that all heads share, one [B, 1, T, R] for each layer group. They are views, valid until the cache
+        next changes.
+        """
         return [layer.values for layer in self.layers]
 
     def fill(

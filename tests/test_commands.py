@@ -8,6 +8,7 @@ import sys
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from modeling_egmla import EGMLACache, EGMLAConfig
@@ -54,11 +55,7 @@ def numbers(output: str, label: str) -> list[str]:
     return line.strip().removeprefix(label).split()
 
 
-@pytest.mark.parametrize(
-    "command",
-    [[], *([name] for name in ("generate", "plan", "demo", "bench", "eval", "train", "plot", "distill"))],
-    ids=str,
-)
+@pytest.mark.parametrize("command", [[], *([name] for name in get_command(app).commands)], ids=str)
 def test_help(egmla, command):
     """Every command explains itself, without loading a model."""
     output = egmla(*command, "--help")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from transformers import DynamicCache, StaticCache
 
 from modeling_egmla import EGMLACache, EGMLAStaticCache
-from modeling_egmla.cache_egmla import BLOCK_SIZE, EGMLALayer, EGMLAStaticLayer
+from modeling_egmla.cache_egmla import BLOCK_SIZE, EGMLALayer
 
 
 VARIANTS = {
@@ -218,13 +218,14 @@ class TestOperations:
         cache, rows = new_cache(kind, model.config), Rows()
         left_behind = []  # copies' originals, which must not change any more
         names = ["feed", "feed", "crop", "reorder", "repeat", "select", "reset", "copy", "pickle", "rebuild", "move"]
-        for name in ["feed", *data.draw(st.permutations(names), label="operations"), "feed"]:
+        more = data.draw(st.lists(st.sampled_from(names), max_size=4), label="more operations")
+        for name in ["feed", *data.draw(st.permutations(names + more), label="operations"), "feed"]:
             batch = len(rows.rows) if rows.rows is not None else 0
             if name == "feed":
                 size = min(data.draw(st.integers(1, 5), label="tokens"), ROOM - rows.length)
                 if size == 0:
                     continue
-                batch = batch or data.draw(st.integers(2, 3), label="rows")
+                batch = batch or data.draw(st.integers(1, 3), label="rows")
                 new = random_ids(batch, size, data.draw(st.integers(0, 99), label="seed"))
                 rows.rows = [a + b for a, b in zip(rows.rows or [[]] * batch, new.tolist())]
                 with torch.no_grad():
@@ -268,23 +269,9 @@ class TestOperations:
             check(model, original, its_rows)
 
     @pytest.mark.parametrize("kind", ["dynamic", "static"])
-    def test_cropping_everything(self, models, kind):
-        """A cache that is cropped to nothing starts again with any text, and no more is removed than there is."""
-        model, cache = models["multiply"], new_cache(kind, models["multiply"].config)
-        ids = random_ids(2, 6, 0)
-        with torch.no_grad():
-            model(ids, cache=cache)
-            cache.crop(-6)
-            assert int(cache.get_seq_length()) == 0
-            assert_close(model(ids.flip(1), cache=cache).logits, model(ids.flip(1)).logits)
-            cache.crop(-100)
-            assert int(cache.get_seq_length()) == 0
-            assert_close(model(ids, cache=cache).logits, model(ids).logits)
-
-    @pytest.mark.parametrize("kind", ["dynamic", "static"])
-    @pytest.mark.parametrize("operation", ["repeat", "select", "reorder"])
-    def test_batch_operations_on_an_emptied_cache(self, models, kind, operation):
-        """Rows are repeated, selected and reordered also when no token is left in them."""
+    @pytest.mark.parametrize("operation", ["repeat", "select", "reorder", "crop"])
+    def test_operations_on_an_emptied_cache(self, models, kind, operation):
+        """Rows without tokens are repeated, selected and reordered; a dynamic cache then takes any number of rows."""
         model, cache = models["multiply"], new_cache(kind, models["multiply"].config)
         with torch.no_grad():
             model(random_ids(2, 6, 0), cache=cache)
@@ -293,10 +280,16 @@ class TestOperations:
                 cache.batch_repeat_interleave(2)
             elif operation == "select":
                 cache.batch_select_indices(torch.tensor([1]))
-            else:
+            elif operation == "reorder":
                 cache.reorder_cache(torch.tensor([1, 0]))
-            ids = random_ids({"repeat": 4, "select": 1, "reorder": 2}[operation], 5, 1)
-            assert_close(model(ids, cache=cache).logits, model(ids).logits)
+            else:
+                cache.crop(-100)
+            rows = 3 if kind == "dynamic" else {"repeat": 4, "select": 1}.get(operation, 2)
+            ids = Rows()
+            ids.rows = random_ids(rows, 5, 1).tolist()
+            new = torch.tensor(ids.rows)
+            assert_close(model(new, cache=cache).logits, model(new).logits)
+        check(model, cache, ids)
 
     @pytest.mark.parametrize("kind", ["dynamic", "static"])
     @pytest.mark.parametrize("operation", ["crop", "reorder", "repeat", "select", "reset", "copy", "move"])
@@ -304,7 +297,7 @@ class TestOperations:
         """Every operation on a cache that was never filled does nothing, and it can be filled afterwards."""
         model, cache = models["multiply"], new_cache(kind, models["multiply"].config)
         {
-            "crop": lambda: cache.crop(0),
+            "crop": lambda: cache.crop(-1),
             "reorder": lambda: cache.reorder_cache(torch.tensor([1, 0])),
             "repeat": lambda: cache.batch_repeat_interleave(2),
             "select": lambda: cache.batch_select_indices(torch.tensor([0])),
@@ -312,71 +305,32 @@ class TestOperations:
             "copy": lambda: copy.deepcopy(cache),
             "move": lambda: [(layer.offload(), layer.prefetch()) for layer in cache.layers],
         }[operation]()
+        assert cache.memory().total == 0
         ids = random_ids(2, 5, 1)
         with torch.no_grad():
             assert_close(model(ids, cache=cache).logits, model(ids).logits)
 
     @pytest.mark.parametrize("kind", ["dynamic", "static"])
-    def test_crop_takes_a_negative_number(self, models, kind):
-        """As in the library, `crop` takes the number of tokens to remove as a negative number; others are errors."""
-        cache = new_cache(kind, models["multiply"].config)
-        with torch.no_grad():
-            models["multiply"](random_ids(2, 6, 0), cache=cache)
-        with pytest.raises((ValueError, RuntimeError), match="negative"):
-            cache.crop(2)
-        assert int(cache.get_seq_length()) == 6
-
-    @pytest.mark.parametrize("has_slack", [True, False])
-    @pytest.mark.parametrize(("rows", "other"), [(2, 1), (1, 2), (2, 3)])
-    def test_another_batch_size_is_refused(self, models, rows, other, has_slack):
-        """Rows that do not belong to the cache are an error, not a broadcast, and leave the cache as it was."""
-        model, cache = models["multiply"], new_cache("dynamic", models["multiply"].config)
-        ids = random_ids(rows, 6, 0)
-        with torch.no_grad():
-            model(ids, cache=cache)
-            if not has_slack:
-                cache.reorder_cache(torch.arange(rows))
-            with pytest.raises(ValueError, match="batch"):
-                model(random_ids(other, 1, 0), cache=cache)
-        untouched = Rows()
-        untouched.rows = ids.tolist()
-        check(model, cache, untouched)
-
-    def test_accessors_survive_rolling_back(self, models):
-        """What the accessors gave stays as it was when the cache is rolled back and fed other tokens."""
-        model, cache = models["multiply"], new_cache("dynamic", models["multiply"].config)
-        ids = random_ids(2, 8, 0)
+    def test_accessors_are_views_and_fill_copies(self, models, kind):
+        """What the accessors gave changes with the cache; what `fill` took from them does not."""
+        model, cache = models["multiply"], new_cache(kind, models["multiply"].config)
+        ids, other = random_ids(2, 8, 0), random_ids(2, 3, 5)
         with torch.no_grad():
             model(ids[:, :4], cache=cache)
             model(ids[:, 4:], cache=cache)
-            cache_before = EGMLACache(model.config).fill(cache.latents, cache.rotated_keys, cache.token_ids)
+            latents, keys = ([t[:, :, :8] for t in s] for s in (cache.latents, cache.rotated_keys))
+            token_ids = cache.token_ids[:, :8]
+            taken = new_cache(kind, model.config).fill(latents, keys, token_ids)
             cache.crop(-3)
-            model(random_ids(2, 3, 5), cache=cache)
-        rows = Rows()
-        rows.rows = ids.tolist()
-        check(model, cache_before, rows)
-
-    @pytest.mark.parametrize("layer_class", [EGMLALayer, EGMLAStaticLayer])
-    def test_offload_and_prefetch_move_every_stream(self, monkeypatch, layer_class):
-        """Offloading moves latents, keys and ids to the host, and prefetching moves all three back."""
-        room = {"max_cache_len": ROOM} if layer_class is EGMLAStaticLayer else {}
-        layer = layer_class(holds_token_ids=True, **room)
-        layer.update(torch.ones(2, 1, 5, 16), torch.ones(2, 1, 5, 6), torch.ones(2, 5, dtype=torch.long))
-        widths, moved = {(16, torch.float32), (6, torch.float32)}, []
-        original = torch.Tensor.to
-
-        def spy(tensor, device, *args, **kwargs):
-            key = (tensor.shape[-1], tensor.dtype)
-            moved.append((key if key in widths else tensor.dtype, str(device)))
-            return original(tensor, "cpu", *args, **kwargs)
-
-        monkeypatch.setattr(torch.Tensor, "to", spy)
-        layer.offload()
-        assert {what for what, where in moved if where == "cpu"} >= widths | {torch.int32}
-        moved.clear()
-        layer.device = torch.device("cuda")  # where the layer lives; its tensors are on the host now
-        layer.prefetch()
-        assert {what for what, where in moved if where == "cuda"} >= widths | {torch.int32}
+            model(other, cache=cache)
+        before, after = Rows(), Rows()
+        before.rows = ids.tolist()
+        after.rows = torch.cat([ids[:, :5], other], dim=1).tolist()
+        check(model, taken, before)
+        check(model, cache, after)
+        assert torch.equal(token_ids, cache.token_ids[:, :8])
+        for views, stream in ((latents, cache.latents), (keys, cache.rotated_keys)):
+            assert all(torch.equal(view, now[:, :, :8]) for view, now in zip(views, stream, strict=True))
 
 
 class TestGrowth:
@@ -396,17 +350,6 @@ class TestGrowth:
             assert torch.equal(actual, expected)
         filled = sum(stream.nbytes for stream in streams)
         assert 0 <= layer.allocated_bytes - filled < 2 * BLOCK_SIZE * (3 + 2 + 1) * 4
-
-    def test_appending_does_not_copy_the_history(self, models):
-        """Within a block, a step writes its own tokens only: the history stays where it is."""
-        model, cache = models["multiply"], new_cache("dynamic", models["multiply"].config)
-        with torch.no_grad():
-            model(random_ids(2, 6, 0), cache=cache)
-            model(random_ids(2, 1, 1), cache=cache)
-            places = [t.data_ptr() for t in (*cache.latents, *cache.rotated_keys, cache.token_ids)]
-            for seed in range(5):
-                model(random_ids(2, 2, seed), cache=cache)
-        assert places == [t.data_ptr() for t in (*cache.latents, *cache.rotated_keys, cache.token_ids)]
 
     def test_a_cache_of_inference_mode_continues_outside(self, models):
         """A prompt cached under `inference_mode` continues under `no_grad` and with gradients."""

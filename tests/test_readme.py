@@ -1,4 +1,7 @@
-"""Every code block of the README and of docs/cache.md runs as a reader would run it."""
+"""
+Every fenced Python or shell block of the README, and every Python block of docs/cache.md, runs as a reader would run
+it. Of `egmla` commands in all documents and in recipes, names and options are checked.
+"""
 
 import os
 import re
@@ -9,6 +12,9 @@ from pathlib import Path
 
 import pytest
 from minihub import TOKEN, MiniHub
+from typer.main import get_command
+
+from modeling_egmla.commands import app
 
 
 ROOT = Path(__file__).parent.parent
@@ -68,3 +74,32 @@ def test_links_of_the_documents_lead_somewhere():
     links = [(page, link) for page, text in pages.items() for link in re.findall(r"\]\((?!https?:)([^)#]+)", text)]
     assert links
     assert not [f"{page.name}: {link}" for page, link in links if not (page.parent / link).exists()]
+
+
+def commands_of_the_documents() -> list[tuple[str, list[str]]]:
+    """What follows `egmla` in code blocks of documents and in indented comments of recipes, with the file's name."""
+    found = []
+    for page in (ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("configuration/recipes/*.yaml")):
+        text = page.read_text(encoding="utf-8").replace("\\\n", " ")
+        if page.suffix == ".yaml":
+            code = re.findall(r"^#   .*", text, re.MULTILINE)
+        else:
+            code = re.findall(r"^```\w*\n.*?^```|^    [^\n]*", text, re.MULTILINE | re.DOTALL)
+        lines = re.findall(r"(?<!\S)egmla (.*)", "\n".join(code))
+        found += [(page.name, shlex.split(line, comments=True)) for line in lines]
+    return found
+
+
+def test_commands_of_the_documents_exist():
+    """Every `egmla` command that a document or a recipe shows is one, and takes every option that it is shown with."""
+    commands = get_command(app).commands
+    options = {
+        name: {"--help"}.union(*(parameter.opts + parameter.secondary_opts for parameter in command.params))
+        for name, command in commands.items()
+    }
+    found = commands_of_the_documents()
+    assert {"README.md", "hub.md", "egmla-sotu.yaml"} <= {page for page, _ in found}
+    for page, (name, *arguments) in found:
+        assert name in options, f"{page} shows `egmla {name}`, which is no command"
+        shown = {argument.split("=")[0] for argument in arguments if argument.startswith("-")}
+        assert shown <= options[name], f"{page} shows `egmla {name}` with {sorted(shown - options[name])}"
