@@ -201,7 +201,7 @@ class EGMLAConfig(PreTrainedConfig):
     @property
     def num_layer_groups(self) -> int:
         """Number of latents cached for a token."""
-        return self.num_hidden_layers // self.layer_group_size
+        return -(-self.num_hidden_layers // self.layer_group_size)  # a draft of few layers may cut a group
 
     @property
     def cache_elements_per_token(self) -> int:

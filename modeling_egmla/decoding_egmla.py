@@ -114,9 +114,16 @@ def product_dtype(tensor: torch.Tensor) -> torch.dtype:
 
 
 def additive(mask: torch.Tensor) -> torch.Tensor:
-    """A mask as something to add to scores."""
+    """
+    A mask as something to add to scores.
+
+    Raises:
+        ValueError: it is neither boolean nor floating, so that ones and zeros would be added.
+    """
     if mask.dtype == torch.bool:
         return torch.zeros_like(mask, dtype=torch.float32).masked_fill(~mask, -torch.inf)
+    if not mask.is_floating_point():
+        raise ValueError(f"A prepared attention mask must be boolean or floating, but is {mask.dtype}.")
     return mask.float()
 
 

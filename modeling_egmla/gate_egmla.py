@@ -6,6 +6,7 @@ A gate is projected from a narrow row (the paper's EG-MLA) or read from a table 
 Shapes: D = heads * (`qk_nope_head_dim` + `v_head_dim`), the gate's width.
 """
 
+import os
 import weakref
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -151,6 +152,7 @@ class TokenGate(nn.Module):
         Gives the table `vocab_size` rows. A new id's is the mean of all rows where the gate multiplies (no row is
         neutral there), and zeros where it is added.
         """
+        self._kv_gate_table = None
         rows = self.kv_gate_embed.weight.data
         if vocab_size > rows.shape[0]:
             new_row = rows.double().mean(0) if self.kv_gate == "multiply" else rows.new_zeros(rows.shape[1])
@@ -190,6 +192,12 @@ class TokenGate(nn.Module):
         Makes the tables as `placement` wants them, and returns what puts them in place, which cannot fail any more;
         see [`EGMLAPreTrainedModel.place_kv_gates`].
         """
+        if not isinstance(self.kv_gate_embed, PlacedEmbedding) and not is_plain(self.kv_gate_embed):
+            raise ValueError(
+                f"The gate table of layer {self.layer_idx} is wrapped by an adapter, quantised, sharded or offloaded, "
+                "so it cannot be placed: merge or take off what is around it first."
+            )
+        gates_file = None if gates_file is None else os.path.abspath(gates_file)  # it may be read again elsewhere
         precomputes = self.precomputes_kv_gates or gates_file is not None
         if precomputes and placement.where == "mmap" and gates_file is None:
             raise ValueError(NEEDS_GATES_FILE)

@@ -85,6 +85,12 @@ class EGMLAGenerationMixin(GenerationMixin):
             attention_mask.shape[1] if attention_mask is not None else getattr(generation_config, "_mask_length", -1)
         )
         if mask_length != prompt_ids.shape[1]:
+            if inputs_embeds is not None:  # of which the library would drop what it takes for cached
+                raise ValueError(
+                    f"Beside a cache that holds {past_length} tokens, `inputs_embeds` and `token_ids` must begin with "
+                    f"these, and the attention mask must be as long, but they have {prompt_ids.shape[1]} tokens and "
+                    f"the mask {mask_length}."
+                )
             return False  # Only the new tokens were passed, with a mask over all of them.
         if prompt_ids.shape[1] <= past_length:
             raise ValueError(

@@ -15,13 +15,6 @@ NO_VIRTUAL_TOKENS = (
 )
 
 
-def begins_again(position_ids: torch.Tensor | None) -> bool:
-    """Whether rows hold several documents, told apart by positions that begin again; not looked at while compiling."""
-    if position_ids is None or position_ids.shape[-1] < 2 or torch.compiler.is_compiling():
-        return False
-    return bool((position_ids.diff(dim=-1) < 1).any())
-
-
 def check_ids_in_vocabulary(token_ids: torch.Tensor, vocab_size: int) -> None:
     """Raises a `ValueError` that names the first id outside the vocabulary."""
     outside = (token_ids < 0) | (token_ids >= vocab_size)

@@ -105,8 +105,8 @@ class EGMLAGatePlacement:
         Beside the tables they are made from, these take `vocab_size` x `config.kv_width` elements a layer in the
         weights' precision, or as [`~EGMLAPreTrainedModel.place_kv_gates`] says. They are derived state: not saved with
         the model, not used in training or where gradients are wanted, computed again at the next use after their
-        parameters changed, moved or were resized. Layers whose gate modules are wrapped by an adapter, quantised or
-        offloaded go on projecting.
+        parameters changed, moved or were resized (in a model that is compiled as a whole: at the next call that is
+        not). Layers whose gate modules are wrapped by an adapter, quantised or offloaded go on projecting.
 
         Args:
             dtype: as in `place_kv_gates`.

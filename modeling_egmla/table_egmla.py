@@ -12,6 +12,7 @@ import json
 import mmap
 import os
 import re
+import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -105,7 +106,7 @@ class MappedTensor:
     """
 
     def __init__(self, path: str, name: str):
-        self.path, self.name = path, name
+        self.path, self.name = os.path.abspath(path), name  # the working directory may change before it is read again
         header, start = read_header(path)
         if name not in header:
             raise ValueError(f"{path} has no tensor {name}.")
@@ -145,10 +146,20 @@ class MappedTensor:
 
 
 def read_header(path: str) -> tuple[dict, int]:
-    """Header of a safetensors file, and where its tensors begin."""
+    """
+    Header of a safetensors file, and where its tensors begin.
+
+    Raises:
+        ValueError: it is no such file, or was cut off.
+    """
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
-        return json.loads(file.read(length)), 8 + length
+        try:
+            if 8 + length > os.path.getsize(path):
+                raise ValueError("it is shorter than its header says")
+            return json.loads(file.read(length)), 8 + length
+        except ValueError as error:
+            raise ValueError(f"{path} is no safetensors file ({error}): write or download it again.") from error
 
 
 def write_tables(
@@ -318,6 +329,7 @@ class GateRowPool:
 
     All layers look the same ids up, so one account serves the tables of a device: an id has the same place in the
     pool of each. It is kept on the device, and a step waits for the device once, to learn which ids are missing.
+    Threads that share a model take turns, and may take each other's rows out between two layers.
 
     Args:
         capacity: P, rows that each table may keep on the device.
@@ -326,6 +338,7 @@ class GateRowPool:
     def __init__(self, capacity: int):
         self.capacity = capacity
         self.pools: dict[torch.device, _DevicePool] = {}
+        self.lock = threading.Lock()
 
     def admit(self, token_ids: torch.Tensor, tables: list[tuple[PlacedTable, torch.device]]) -> None:
         """
@@ -336,21 +349,23 @@ class GateRowPool:
             tables: in the order of layers, with the devices on which they are looked up.
         """
         devices = {device for _, device in tables}
-        self.pools = {device: pool for device, pool in self.pools.items() if device in devices}
-        for device in devices:
-            here = [table for table, used_on in tables if used_on == device]
-            pool = self.pools.get(device)
-            if pool is None or list(pool.shelves) != here:  # precomputed or released, computed again, or moved
-                pool = _DevicePool(min(self.capacity, len(here[0].values)), here, device)
-                self.pools[device] = pool
-            pool.admit(token_ids.to(device).flatten())
+        with self.lock:
+            self.pools = {device: pool for device, pool in self.pools.items() if device in devices}
+            for device in devices:
+                here = [table for table, used_on in tables if used_on == device]
+                pool = self.pools.get(device)
+                if pool is None or list(pool.shelves) != here:  # precomputed or released, computed again, or moved
+                    pool = _DevicePool(min(self.capacity, len(here[0].values)), here, device)
+                    self.pools[device] = pool
+                pool.admit(token_ids.to(device).flatten())
 
     def look_up(self, table: PlacedTable, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Rows of `token_ids` and their scales, on the device of `token_ids`."""
-        pool = self.pools.get(token_ids.device)
-        if pool is None or table not in pool.shelves:
-            pool = _DevicePool(0, [table], token_ids.device)  # of a layer that is called by itself
-        return pool.look_up(table, token_ids)
+        with self.lock:
+            pool = self.pools.get(token_ids.device)
+            if pool is None or table not in pool.shelves:
+                pool = _DevicePool(0, [table], token_ids.device)  # of a layer that is called by itself
+            return pool.look_up(table, token_ids)
 
     def statistics(self) -> dict[str, int]:
         """Sums over devices; see [`GateStatistics`]."""
@@ -364,8 +379,8 @@ class GateRowPool:
             "bytes_moved": sum(pool.bytes_moved for pool in pools),
         }
 
-    def __getstate__(self):
-        return {**self.__dict__, "pools": {}}
+    def __reduce__(self):
+        return type(self), (self.capacity,)
 
 
 class _DevicePool:
@@ -378,7 +393,8 @@ class _DevicePool:
         self.id_of_slot = torch.full((capacity,), -1, device=device)
         self.last_used = torch.zeros(len(tables[0].values), dtype=torch.long, device=device)  # by id, a step
         self.needed, self.misses, self.bytes_moved = torch.zeros((), dtype=torch.long, device=device), 0, 0
-        self.has_room = False  # for all that the step looks up
+        self.has_room = False  # for all that the step looks up, which is that of the thread
+        self.thread = threading.get_ident()
         self.shelves = {
             table: PlacedTable.empty((capacity, table.values.shape[1]), table.dtype, device) for table in tables
         }
@@ -390,6 +406,7 @@ class _DevicePool:
     @torch.no_grad()
     def admit(self, token_ids: torch.Tensor) -> None:
         self.step += 1
+        self.thread = threading.get_ident()
         needed = torch.zeros_like(self.slot_of_id, dtype=torch.bool)
         needed[token_ids] = True
         self.last_used.masked_fill_(needed, self.step)
@@ -463,7 +480,8 @@ class _DevicePool:
         if table in self.arrived:
             torch.cuda.current_stream(self.device).wait_event(self.arrived[table])
         slots = self.slot_of_id[token_ids]
-        absent = slots < 0 if self.stream is None or not self.has_room else None
+        is_sure = self.has_room and self.thread == threading.get_ident()
+        absent = slots < 0 if self.stream is None or not is_sure else None
         if absent is None or not absent.any():
             return self.shelves[table].rows(slots)
         distinct, inverse = token_ids[absent].unique(return_inverse=True)
@@ -586,7 +604,7 @@ def place_embedding(
         return placed.train(embedding.training)
     else:
         device = torch.device("cpu") if where == "host" else like.device
-        is_narrowed = dtype == torch.int8 or dtype.itemsize < exact.itemsize
+        is_narrowed = dtype == torch.int8 or torch.promote_types(dtype, exact) != dtype
         table = PlacedTable.empty(shape, dtype, device, pool=pool, is_narrowed=is_narrowed)
         table.write(0, original.to(exact))
     return PlacedEmbedding(*shape, like, table).train(embedding.training)

@@ -16,6 +16,7 @@ from modeling_egmla.commands import app, common
 from modeling_egmla.commands.generate import cache_table
 from modeling_egmla.commands.train import find_recipe
 from modeling_egmla.configuration.presets import PRESETS
+from modeling_egmla.console import format_bytes
 
 
 BASE = "egmla-base-kv64-emb256"
@@ -336,7 +337,7 @@ def test_remote_code_is_not_run_unasked(egmla, folder, tmp_path):
 @pytest.mark.parametrize(("size", "said"), [(0, "0 B"), (1023, "1,023 B"), (1024, "1 KiB"), (1_234_567, "1.18 MiB")])
 def test_sizes_in_words(size, said):
     """Sizes are shown with three digits."""
-    assert common.format_bytes(size) == said
+    assert format_bytes(size) == said
 
 
 @pytest.mark.slow  # starts two processes

@@ -155,6 +155,17 @@ def test_mask_forms(make_model, way, queries, static, form):
 
 
 @pytest.mark.parametrize("way", FAST)
+def test_integer_masks_are_refused(make_model, way):
+    """A prepared mask of ones and zeros would be added to the scores: no way to decode takes it."""
+    model, (ids, _) = make_model(), padded_batch()
+    cache = make_cache(model)
+    decode(model, "expanded", cache, ids, torch.ones_like(ids), (39,))
+    model.set_kv_decoding(way)
+    with torch.no_grad(), pytest.raises(ValueError, match=r"boolean or floating, but is torch\.int64"):
+        model(ids[:, -1:], attention_mask=torch.ones(3, 1, 1, 40, dtype=torch.long), cache=cache)
+
+
+@pytest.mark.parametrize("way", FAST)
 def test_row_that_is_all_padding(make_model, way):
     """A row without a token gives finite numbers and disturbs no other row."""
     model, (ids, mask) = make_model(), padded_batch()

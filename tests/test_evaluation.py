@@ -1,5 +1,6 @@
 """lm-evaluation-harness scores our models as it should, and our tasks are what they say."""
 
+import copy
 import hashlib
 import json
 import math
@@ -23,7 +24,7 @@ from modeling_egmla.evaluation import (
 from modeling_egmla.evaluation.harness import load_tasks
 from modeling_egmla.evaluation.perplexity import TextPerplexity
 from modeling_egmla.evaluation.report import mean_name, paper_table, plot_results, task_table
-from modeling_egmla.evaluation.suite import paper_results, perplexity_entry
+from modeling_egmla.evaluation.suite import identify, paper_results, perplexity_entry
 from modeling_egmla.training.data import is_validation
 
 
@@ -251,6 +252,30 @@ def test_perplexity_without_overlap_is_the_harness(model, tokenizer):
     assert ours.word_perplexity == pytest.approx(results["word_perplexity"], rel=1e-5)
     assert ours.byte_perplexity == pytest.approx(results["byte_perplexity"], rel=1e-5)
     assert ours.bits_per_byte == pytest.approx(results["bits_per_byte"], rel=1e-5)
+
+
+def test_perplexity_is_that_of_the_model_in_use(model, tokenizer):
+    """Dropout is off while a text is scored, and on again where it was."""
+    expected = text_perplexity(model, tokenizer, TEXTS).nats
+    trained = copy.deepcopy(model).train()
+    for layer in trained.model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    assert text_perplexity(trained, tokenizer, TEXTS).nats == expected and trained.training
+
+
+@pytest.mark.parametrize("change", ["rope_theta", "kv_gate_norm_eps", "hidden_act", "tables"])
+def test_results_know_their_model(model, tokenizer, change):
+    """What decides logits beside the weights tells results apart; where the model was loaded from does not."""
+    other = copy.deepcopy(model)
+    other.config._name_or_path = "elsewhere"
+    assert identify(other, tokenizer, None) == identify(model, tokenizer, None)
+    if change == "tables":
+        other.precompute_kv_gates("int8")
+    elif change == "rope_theta":
+        other.config.rope_parameters["rope_theta"] *= 2
+    else:
+        setattr(other.config, change, {"kv_gate_norm_eps": 0.5, "hidden_act": "gelu"}[change])
+    assert identify(other, tokenizer, None) != identify(model, tokenizer, None)
 
 
 def test_text_without_words_has_no_perplexity_of_words():

@@ -219,3 +219,16 @@ def test_a_compiled_model_sees_loaded_weights(model, make_model):
         actual = compiled(IDS, use_cache=False).logits
         model.release_kv_gates()
         torch.testing.assert_close(actual, model(IDS, use_cache=False).logits, atol=1e-5, rtol=1e-5)
+
+
+def test_a_compiled_model_sees_a_resized_vocabulary(model):
+    """New ids have gates in a compiled model too, whose precomputed ones were of fewer."""
+    model.precompute_kv_gates()
+    compiled = torch.compile(model, backend="eager")
+    with torch.no_grad():
+        compiled(IDS, use_cache=False)
+        model.resize_token_embeddings(120)
+        ids = torch.arange(100, 120)[None]
+        actual = compiled(ids, use_cache=False).logits
+        model.release_kv_gates()
+        torch.testing.assert_close(actual, model(ids, use_cache=False).logits, atol=1e-5, rtol=1e-5)

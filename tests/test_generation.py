@@ -536,6 +536,32 @@ def test_a_prompt_that_does_not_match_its_cache_is_refused(make_model, settings)
     assert cache.get_seq_length() == 8
 
 
+def test_new_embeddings_alone_do_not_continue_a_cache(make_model):
+    """The library would take the first of them for cached ones: they must stand for the whole text."""
+    model, ids = make_model(), random_ids(1, 9)
+    expected = greedy(model, ids, 6)[:, 9:]
+    embeds = model.get_input_embeddings()(ids)
+    for first, refused in ((0, False), (5, True)):
+        cache = EGMLACache(model.config)
+        with torch.no_grad():
+            model(ids[:, :5], cache=cache)
+        given = {"inputs_embeds": embeds[:, first:], "token_ids": ids[:, first:], "attention_mask": torch.ones(1, 9)}
+        if refused:
+            with pytest.raises(ValueError, match="must begin with these"):
+                model.generate(**given, cache=cache, max_new_tokens=6, do_sample=False)
+        else:
+            assert torch.equal(model.generate(**given, cache=cache, max_new_tokens=6, do_sample=False), expected)
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3])
+def test_drafts_of_the_first_layers(make_model, layers):
+    """The first layers draft for the whole model, also where that cuts a layer group."""
+    model = make_model(num_hidden_layers=4, layer_group_size=2)
+    ids = random_ids(1, 8)
+    assert torch.equal(greedy(model, ids, 24, assistant_early_exit=layers), greedy(model, ids, 24))
+    assert model.config.num_hidden_layers == 4
+
+
 def test_beams_on_a_prompt_cache_of_one_row(make_model):
     """A prompt cache that was not repeated for the beams is an error that speaks of the batch."""
     model = make_model()

@@ -18,6 +18,7 @@ from modeling_egmla import (
     EGMLAForSequenceClassification,
     EGMLAForTokenClassification,
     EGMLAModel,
+    inputs_egmla,
 )
 
 
@@ -555,7 +556,7 @@ class TestCacheArgument:
     def test_stock_cache(self, make_model, name, monkeypatch):
         """A stock cache gets expanded keys and values: right answers, and one line that says so."""
         model, ids, said = make_model(**VARIANTS[name]), batch(), []
-        monkeypatch.setattr(library.logger, "warning_once", said.append)  # it says equal lines once
+        monkeypatch.setattr(inputs_egmla.logger, "warning_once", said.append)  # it says equal lines once
         with torch.no_grad():
             cache = DynamicCache()
             pieces = [model(ids[:, a:b], cache=cache).logits for a, b in ((0, 5), (5, 6), (6, 9))]

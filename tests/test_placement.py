@@ -5,6 +5,7 @@ import io
 import logging
 import os
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import minihub
@@ -363,6 +364,53 @@ def test_given_up_values_are_never_saved(folder, tmp_path):
     assert torch.equal(logits(EGMLAForCausalLM.from_pretrained(tmp_path / "thrice")), expected)
 
 
+@pytest.mark.parametrize("own, rows", [("float16", "bfloat16"), ("bfloat16", "float16")])
+def test_halves_of_the_other_kind_are_narrower(folder, tmp_path, own, rows):
+    """Rows as wide as the table's that cannot hold its values count as narrowed: they are not saved for them."""
+    model = EGMLAForCausalLM.from_pretrained(folder, dtype=own)
+    model.place_kv_gates("host", rows)
+    with pytest.raises(ValueError, match=f"narrowed to {rows} and their original"):
+        model.save_pretrained(tmp_path / "again")
+
+
+@pytest.mark.parametrize("precomputes", [False, True])
+def test_relative_paths_are_read_again_from_elsewhere(folder, tmp_path_factory, monkeypatch, precomputes):
+    """Where the process moves to another folder, mapped tables are still found when they are opened again."""
+    model = EGMLAForCausalLM.from_pretrained(folder)
+    model.save_kv_gates(folder / "gates")
+    monkeypatch.chdir(folder)
+    model.place_kv_gates("mmap", checkpoint=".", gates_file="gates" if precomputes else None)
+    before = logits(model)
+    monkeypatch.chdir(tmp_path_factory.mktemp("elsewhere"))
+    assert torch.equal(logits(model.train().eval()), before)
+    torch.save(model, buffer := io.BytesIO())
+    assert torch.equal(logits(torch.load(io.BytesIO(buffer.getvalue()), weights_only=False)), before)
+
+
+@pytest.mark.parametrize("content", [b"", b"garbage, long enough to be a header", (1 << 40).to_bytes(8, "little")])
+def test_broken_files_are_named(folder, content):
+    """A file of gates that was cut off, or is something else, is an error that says which."""
+    (folder / "gates").write_bytes(content)
+    with pytest.raises(ValueError, match=r"gates is no safetensors file .* again"):
+        EGMLAForCausalLM.from_pretrained(folder).place_kv_gates("mmap", gates_file=folder / "gates")
+
+
+@pytest.mark.parametrize("pool_rows", [3, 4096])
+@pytest.mark.parametrize("placement, precomputes", [("host", False), ("host", True), ("mmap", False)])
+def test_threads_share_a_pool(folder, placement, precomputes, pool_rows):
+    """Texts that are generated at once take rows from each other, and never another id's row."""
+    model = placed(folder, placement, precomputes=precomputes, pool_rows=pool_rows)
+    prompts = [torch.randint(2, 97, (1, 6 + n), generator=torch.Generator().manual_seed(n)) for n in range(6)]
+
+    def generate(ids):
+        return model.generate(ids, max_new_tokens=20, do_sample=False)
+
+    expected = [generate(ids) for ids in prompts]
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        outputs = list(pool.map(generate, prompts))
+    assert all(torch.equal(output, text) for output, text in zip(outputs, expected))
+
+
 def test_saving_over_mapped_files(folder):
     """A mapped file is not written over: the process would read rubbish from it, or end."""
     model = placed(folder, "mmap")
@@ -432,6 +480,12 @@ def test_adapters(folder):
     with pytest.raises(ValueError, match="wrapped by an adapter"):
         model.save_kv_gates(folder / "gates")
     assert not (folder / "gates").exists()
+
+    for settings in ({"target_modules": ["kv_gate_embed"]}, {"modules_to_save": ["kv_gate_embed"]}):
+        config = peft.LoraConfig(**{"target_modules": ["q_proj"], **settings})
+        adapted = peft.get_peft_model(EGMLAForCausalLM.from_pretrained(folder), config)
+        with pytest.raises(ValueError, match="layer 0 is wrapped by an adapter"):
+            adapted.get_base_model().place_kv_gates("host")
 
 
 def test_precomputed_gates_on_the_host_are_never_stale(folder):

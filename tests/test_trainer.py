@@ -344,6 +344,17 @@ def test_grouping_by_length(make_model, tmp_path):
     assert padding["group_by_length"] < 0.5 * padding["random"]
 
 
+def test_compiled_packed_documents_do_not_see_each_other(make_model):
+    """Nor in a compiled model, which makes a cache by default."""
+    model = make_model()
+    documents = [random_ids(1, length, seed) for seed, length in enumerate([5, 9])]
+    positions = torch.cat([torch.arange(document.shape[1]) for document in documents])[None]
+    with torch.no_grad():
+        alone = torch.cat([model(document).logits for document in documents], dim=1)
+        packed = torch.compile(model, backend="eager")(torch.cat(documents, 1), position_ids=positions).logits
+    torch.testing.assert_close(packed, alone, atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("use_cache", [False, True])
 @pytest.mark.parametrize("group_size", [1, 2])

@@ -116,8 +116,14 @@ def text_perplexity(
         raise ValueError("There is no text to score.")
     cut.sort(key=lambda window: len(window.ids), reverse=True)  # little padding, and the largest batch first
     batches = [cut[start : start + batch_size] for start in range(0, len(cut), batch_size)]
+    was_training = model.training
+    model.eval()
+    try:
+        nats = sum(_batch_nats(model, batch) for batch in batches)
+    finally:
+        model.train(was_training)
     return TextPerplexity(
-        nats=sum(_batch_nats(model, batch) for batch in batches),
+        nats=nats,
         tokens=sum(window.predicted for window in cut),
         words=sum(len(text.split()) for text in texts),
         bytes=sum(len(text.encode()) for text in texts),

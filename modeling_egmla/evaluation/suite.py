@@ -19,12 +19,14 @@ import yaml
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..files import write_whole
+from ..gate_egmla import token_gates
 from ..version import __version__
 from .harness import PAPER, load_tasks, local_tasks_folder, run_tasks, scores
 from .perplexity import TextPerplexity, text_perplexity
 
 
 CLIMBMIX, WIKITEXT, LAMBADA = "climbmix", "wikitext", "lambada_openai"
+NO_LOGITS = ("_name_or_path", "architectures", "auto_map", "dtype", "transformers_version", "use_cache")
 CLIMBMIX_RECIPE = "egmla-base-kv64-emb256"  # all recipes of presets hold out the same documents
 
 
@@ -41,14 +43,18 @@ def paper_results() -> dict[str, Any]:
 
 def identify(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, limit: int | None) -> dict[str, Any]:
     """What results must have in common to stand in one file: model, tokenizer, versions, and rows."""
+    from ..training.data import hash_tokenizer
+
     weights = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
         weights.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         weights.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
-    vocabulary = json.dumps(sorted(tokenizer.get_vocab().items())).encode()
+    config = {key: value for key, value in model.config.to_dict().items() if key not in NO_LOGITS}
     return {
         "weights_sha256": weights.hexdigest(),
-        "vocabulary_sha256": hashlib.sha256(vocabulary).hexdigest(),
+        "config_sha256": hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest(),
+        "gate_tables": sorted({str(gate.kv_gate_placement.dtype) for gate in token_gates(model)}),
+        "tokenizer_sha256": hash_tokenizer(tokenizer),
         "dtype": str(model.dtype).removeprefix("torch."),
         "context": model.config.max_position_embeddings,
         "limit": limit,
