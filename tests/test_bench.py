@@ -241,8 +241,21 @@ def test_slow_systems_are_left_out(tmp_path):
     results = Results(tmp_path)
     results.add(CELL, {}, {"mha": timed["fast"], "mla": timed["slow"]})
     larger, other = Cell("decode", 80, 2, "float32", "default"), Cell("decode", 80, 1, "float32", "default")
-    assert results.too_slow(larger, "mla") == CELL
-    assert results.too_slow(larger, "mha") is results.too_slow(other, "mla") is results.too_slow(CELL, "mla") is None
+    assert results.too_slow(larger, "mla", 0.05) == CELL
+    for cell, name, seconds in ((larger, "mha", 0.05), (other, "mla", 0.05), (CELL, "mla", 0.05), (larger, "mla", 1)):
+        assert results.too_slow(cell, name, seconds) is None
+
+
+@pytest.mark.parametrize("seconds, names", [(60, ["egmla"]), (61, ["mla", "egmla"])])
+def test_what_was_left_out_may_be_measured_later(tmp_path, shape, monkeypatch, seconds, names):
+    """A system that was too slow is measured where it may take longer, one that was too large where it fits."""
+    results, entries = Results(tmp_path), []
+    skipped = {"skipped": "it took too long", "first": 9.0, "limit": 60}
+    results.add(CELL, {}, {"mha": {"seconds": [1.0]}, "mla": skipped, "egmla": {"skipped": "", "needs": 2**60}})
+    monkeypatch.setattr(schedule, "_run_worker", lambda missing, *rest: entries.extend(missing) or (len(missing), ""))
+    job = worker.Job(str(tmp_path), {}, shape.config.to_dict(), None, "cpu", 1, 5, seconds, [])
+    schedule.run_missing(results, {}, [(CELL, ["mha", "mla", "egmla"])], job, lambda line: None)
+    assert entries == [(CELL, names)]
 
 
 @pytest.mark.slow

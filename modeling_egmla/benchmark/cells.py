@@ -1,6 +1,7 @@
 """Cells of the benchmark and their files: one JSON file each, whole or not there, and refused where it is neither."""
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -69,6 +70,14 @@ def read_json(path: Path, *fields: str) -> dict[str, Any]:
     return content
 
 
+def is_settled(result: dict, seconds: float) -> bool:
+    """
+    Whether a system need not be measured again: it was measured, or left out for taking too long, and may not take
+    longer now. For what was left out for want of memory, there may be more.
+    """
+    return "skipped" not in result or ("needs" not in result and result.get("limit", math.inf) >= seconds)
+
+
 class Results:
     """
     What a folder holds of a benchmark.
@@ -107,12 +116,13 @@ class Results:
         systems = {**self.read(cell), **systems}
         write_json(self.path(cell), {"cell": asdict(cell), "environment": environment, "systems": systems})
 
-    def too_slow(self, cell: Cell, name: str) -> Cell | None:
-        """A cell that is no larger than this one and in which the system was left out for taking too long."""
+    def too_slow(self, cell: Cell, name: str, seconds: float) -> Cell | None:
+        """A cell that is no larger than this one, and in which the system would take more than `seconds`."""
         for other, systems in self.cells():
             same = (other.phase, other.dtype, other.allocator) == (cell.phase, cell.dtype, cell.allocator)
             is_smaller = other.prompt <= cell.prompt and other.batch <= cell.batch and other != cell
-            if same and is_smaller and "first" in systems.get(name, {}) and "skipped" in systems[name]:
+            result = systems.get(name, {})
+            if same and is_smaller and "first" in result and "skipped" in result and is_settled(result, seconds):
                 return other
         return None
 

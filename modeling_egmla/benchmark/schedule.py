@@ -18,7 +18,7 @@ import transformers
 from ..configuration.presets import PRESETS
 from ..configuration_egmla import EGMLAConfig
 from ..version import __version__
-from .cells import RETAINED, BrokenCellError, Cell, Results, read_json, write_json
+from .cells import RETAINED, BrokenCellError, Cell, Results, is_settled, read_json, write_json
 from .floor import measure_rates
 from .systems import Shape, estimated_bytes
 from .worker import Job
@@ -35,8 +35,11 @@ SHAPE_FIELDS = (
     "qk_rope_head_dim",
     "v_head_dim",
     "kv_gate_dim",
+    "kv_gate_norm",
     "layer_group_size",
     "tie_word_embeddings",
+    "attention_bias",
+    "hidden_act",
 )
 MEMORY_SHARE = 0.9  # of what is available that a cell may take
 
@@ -138,7 +141,7 @@ def run_missing(
             say(f"Measuring again, since it cannot be used: {error}")
             results.path(cell).unlink()
             there = {}
-        names = [name for name in names if name not in there]
+        names = [name for name in names if not (name in there and is_settled(there[name], job.seconds))]
         sets = _fitting(shape, cell, names, room, results, environment, say)
         missing += [(cell, together) for together in sets]
 
@@ -174,7 +177,7 @@ def _fitting(
         if size > room:
             reason = f"needs about {size / 2**30:.0f} GiB of {room / 2**30:.0f}"
             say(f"{cell}: {name} skipped, {reason}")
-            results.add(cell, environment, {name: {"skipped": reason}})
+            results.add(cell, environment, {name: {"skipped": reason, "needs": size}})
             continue
         alone = cell.phase == "memory"  # each system in a process of its own, one after the other
         fits = next((i for i, (_, taken) in enumerate(sets) if alone or taken + size <= room), None)

@@ -61,7 +61,7 @@ def main(path: str) -> None:
     results, models = Results(Path(job.folder)), {}
     for cell, names in job.cells:
         cell = Cell(**cell)
-        slow = {name: smaller for name in names if (smaller := results.too_slow(cell, name)) is not None}
+        slow = {name: smaller for name in names if (smaller := results.too_slow(cell, name, job.seconds)) is not None}
         names = [name for name in names if name not in slow]
         if cell.phase == "memory":
             for name in names:
@@ -76,7 +76,10 @@ def main(path: str) -> None:
                     models[name] = build_model(shape, name, getattr(torch, cell.dtype), job.device, models)
             measure = measure_prefill if cell.phase == "prefill" else measure_decode
             measured = measure(models, cell, job) if names else {}
-        skipped = {name: {"skipped": f"{other.batch} x {other.prompt} took too long"} for name, other in slow.items()}
+        skipped = {
+            name: {"skipped": f"{other.batch} x {other.prompt} took too long", "limit": job.seconds}
+            for name, other in slow.items()
+        }
         results.add(cell, job.environment, {**measured, **skipped})
         print(json.dumps({"done": cell.name, "systems": names}), flush=True)
 
@@ -121,7 +124,7 @@ def take_turns(calls: dict, job: Job) -> dict[str, dict]:
             if name not in skipped:
                 seconds[name].append(clock(call))
     return {
-        name: {"skipped": skipped[name], "first": first[name]}
+        name: {"skipped": skipped[name], "first": first[name], "limit": job.seconds}
         if name in skipped
         else {"first": first[name], "seconds": seconds[name]}
         for name in calls
