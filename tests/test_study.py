@@ -74,7 +74,10 @@ def test_errors_are_of_differences_within_a_seed(scripts, tmp_path):
     assert alone.error == pytest.approx(0.2 / math.sqrt(3))
     assert math.isnan(scripts.report.compare(results, "sotu", "egmla-add", "mla").error)
     table = scripts.report.table(results, "ablation", {})
-    assert "4.1000 (one seed)" in table and "Not run yet: `egmla-no-norm`." in table
+    assert "| 1 | 4.1000 (one seed)" in table and "Not run yet: `egmla-no-norm`." in table
+    assert "| 3 | 4.2000 ± 0.1155 |" in table
+    unbegun = scripts.report.table(results, "groups", {})
+    assert unbegun == "Not run yet: `egmla-lgz2`, `egmla-lgz3`.", "rows that the first experiment has say nothing new"
 
 
 def test_finished_runs_are_not_repeated_nor_mixed(scripts, tmp_path):

@@ -61,9 +61,9 @@ def table(results: dict, experiment: str, speed: dict[str, list[int]]) -> str:
     text, (_, variants) = text_of(experiment), EXPERIMENTS[experiment]
     reference = variants[0]
     rows = [
-        "| | parameters, M | of these in tables | cache elements a token | training tokens/s | validation loss "
+        "| | parameters, M | of these in tables | cache elements a token | training tokens/s | seeds | validation loss "
         f"| less `{reference}` | 95 % |",
-        "|---|---|---|---|---|---|---|---|",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     missing = []
     for variant in variants:
@@ -76,7 +76,7 @@ def table(results: dict, experiment: str, speed: dict[str, list[int]]) -> str:
         rows.append(
             f"| `{variant}` | {runs[0]['parameters'] / 1e6:.2f} | {runs[0]['gate_table_parameters'] / 1e6:.2f} "
             f"| {runs[0]['cache_elements']} | {speed[variant][1] if variant in speed else '-'} "
-            f"| {estimate([run['validation_loss'] for run in runs])} "
+            f"| {len(runs)} | {estimate([run['validation_loss'] for run in runs])} "
             f"| {difference if difference else '-'} | {f'± {half_width:.4f}' if half_width else '-'} |"
         )
     left = [f"Not run yet: {', '.join(missing)}."] if missing else []
