@@ -80,7 +80,7 @@ def planned_config(theirs, latent: LatentStart, gate: GateStart) -> EGMLAConfig:
     Raises:
         ConversionError: the shape does not fit the source.
     """
-    plan = _shape(theirs, latent, gate, latent.width)
+    plan = plan_latent(theirs, latent, gate, latent.width)
     plan.check(theirs)
     counts = torch.zeros(theirs.head_dim // 2, dtype=torch.long)
     counts += plan.rope_dim // 2 // len(counts)
@@ -88,7 +88,8 @@ def planned_config(theirs, latent: LatentStart, gate: GateStart) -> EGMLAConfig:
     return mla_config(theirs, plan, counts)
 
 
-def _shape(theirs, latent: LatentStart, gate: GateStart, width: int) -> GQAPlan:
+def plan_latent(theirs, latent: LatentStart, gate: GateStart, width: int) -> GQAPlan:
+    """The shape of the MLA model with this width, which is no wider than loses nothing."""
     rope_dim = theirs.head_dim // 2 if latent.rope_dim is None else latent.rope_dim
     norm_channels = gate.kind != "none" and gate.norm == "layer_norm"
     by, mix = ("position", False) if latent.rotary == "heads" else (latent.rotary, True)
@@ -159,7 +160,7 @@ def start_from_llama(
         return build_model(mla_weights(factors, lambda name: torch.float32))
 
     whole, all_rotary = full_latent(theirs), theirs.num_key_value_heads * theirs.head_dim
-    widest = _shape(theirs, latent, GateStart(), whole)
+    widest = plan_latent(theirs, latent, GateStart(), whole)
     lossless = build(factorise(replace(widest, rope_dim=all_rotary)))
     exact, reference = (model(check_ids, use_cache=False).logits for model in (lossless, source))
     del lossless
@@ -170,7 +171,7 @@ def start_from_llama(
     kept, width = few_rotary.kept(), latent.width
     if width is None:
         width = 2 + int((kept < latent.energy).sum())
-    factors = factorise(_shape(theirs, latent, gate, width))
+    factors = factorise(plan_latent(theirs, latent, gate, width))
     width = factors.plan.latent
     model = build(factors)
     norms = [layer.self_attn.kv_a_layernorm for layer in model.model.layers]

@@ -24,6 +24,7 @@ def study(scripts, tmp_path, monkeypatch):
     rng, words = random.Random(0), ["THE", "STATE", "OF", "UNION", "LAW", "PEACE", "TRADE", "PEOPLE", "WAR", "TREATY"]
     for number in range(40):
         (tmp_path / f"{number:02}.txt").write_text(" ".join(rng.choices(words, k=60)))
+    monkeypatch.setattr(scripts.smollm2, "VARIANTS", (("position", 6), ("heads", 4)))
     for name, value in {"WINDOWS": 3, "CONTEXT": 32, "CHUNK": 8, "NEW_TOKENS": 4, "PROMPT": "THE STATE"}.items():
         monkeypatch.setattr(scripts.smollm2, name, value)
     recipe = {
@@ -52,7 +53,12 @@ def test_every_step_once(scripts, study, monkeypatch):
     scripts.smollm2.carry_out(study, Console(quiet=True))
     results = scripts.healing.load(study.results)
     kinds = {f"{kind}-{width}" for kind in ("convert", "start", "heal", "healed") for width in (9, 7)}
-    assert set(results) == {"source", *kinds}
+    assert set(results) == {"source", "variants", *kinds}
+    same, other = results["variants"]["variants"][0], results["variants"]["variants"][3]
+    stage = results["convert-9"]["stages"]["RMSNorm of the latent"]
+    assert same["loss"] == pytest.approx(stage["loss"], rel=1e-6) and same["latent"] == 9
+    assert (other["rotary"], other["rope_dim"], other["latent"], other["of_width"]) == ("heads", 4, 9, 7)
+    assert "| 4, by `heads` | " in scripts.healing.variants_table(results)
     curve = results["heal-9"]["validation_loss_over_tokens"]
     assert [tokens for tokens, _ in curve] == [0, 256, 512, 768, 1024]
     assert curve[0][1] == pytest.approx(results["heal-9"]["initial_validation_loss"], abs=1e-5)

