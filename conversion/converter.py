@@ -413,8 +413,10 @@ def plan_conversion(
             raise ConversionError(
                 f"A latent is for models of the Llama form, and layout {source_layout.name} has one."
             )
-        config, _ = read_config(source_layout, source, raw_config)
+        config, scales = read_config(source_layout, source, raw_config)
         parameters, cache = count_parameters(config).total, config.cache_elements_per_token
+        if scales and config.tie_word_embeddings:
+            config = with_config(config, tie_word_embeddings=False)  # they go into embedding and head
     if gates.kind != "none":
         if config.kv_gate != "none":
             raise ConversionError(f"The source has gates already (`kv_gate` is {config.kv_gate!r}).")
@@ -452,7 +454,8 @@ def _default_threshold(
 ) -> float:
     """Logits differ by the order of sums only, unless tensors in 16 bits were rounded anew."""
     narrow = any(tensor.dtype.itemsize < 4 for tensor in written.values())
-    narrowed = dtype is not None and any(info.dtype.itemsize > dtype.itemsize for info in checkpoint.tensors.values())
+    sources = {info.dtype for info in checkpoint.tensors.values()}
+    narrowed = dtype is not None and any(torch.promote_types(source, dtype) != dtype for source in sources)
     return ROUNDED_THRESHOLD if narrow and (report.inventory.scaled or narrowed) else EXACT_THRESHOLD
 
 

@@ -193,5 +193,7 @@ def _without_paths(content):
     if isinstance(content, list):
         return [_without_paths(value) for value in content]
     if isinstance(content, str):
-        return re.sub(r"(?<!\S)(?:~|[A-Za-z]:)?[/\\](?:[^\s/\\]+[/\\])+", "", content)
+        # In quotes a path may have spaces.
+        content = re.sub(r"(?<=['\"])(?:~|[A-Za-z]:)?[/\\](?:[^'\"/\\]+[/\\])+", "", content)
+        return re.sub(r"(?<![^\s=])(?:~|[A-Za-z]:)?[/\\](?:[^\s/\\]+[/\\])+", "", content)
     return content

@@ -229,7 +229,8 @@ def _compare(api: HfApi, repo_id: str, revision: str, folder: Path) -> RemoteSta
     not_ours = {".gitattributes"}
     different = {entry["path"] for entry in found.mismatches} | set(found.extra_paths)
     remote_only = set(found.missing_paths) - not_ours
-    stale = {name for name in remote_only if any(fnmatch.fnmatch(name, pattern) for pattern in LOADED_FILES)}
+    loaded = [name for name in remote_only if "/" not in name]  # of folders, nothing is picked up
+    stale = {name for name in loaded if any(fnmatch.fnmatch(name, pattern) for pattern in LOADED_FILES)}
     if remote_only:
         stale |= remote_only & _files_of_last_push(api, repo_id, revision)
     return RemoteState(sorted(different - not_ours), sorted(stale))
@@ -462,7 +463,7 @@ def _explain(error: BaseException, action: str, repo_id: str, revision: str | No
             "`hf auth login` or HF_TOKEN."
         )
     if status == 403:
-        return f"Your login may not {action}: ask its owner for access, or use a token with the right to write."
+        return f"Your login may not {action} ({reason}): ask its owner for access, or use a token that has the right."
     if isinstance(error, RevisionNotFoundError):
         return f"{repo_id} has no branch, tag or commit {revision or 'main'}."
     if status == 404:

@@ -22,7 +22,7 @@ def new_folder(target: str | Path, overwrite: bool = False) -> Iterator[Path]:
         overwrite: replace a `target` that exists, at once and only when the new folder is complete.
 
     Raises:
-        FileExistsError: `target` exists and `overwrite` is false, or it is no folder of a model.
+        FileExistsError: `target` exists and `overwrite` is false, or it is no folder of a model, or that of a run.
     """
     target = Path(target).absolute()
     refuse_existing(target, overwrite)
@@ -45,6 +45,8 @@ def refuse_existing(target: Path, overwrite: bool) -> None:
         return
     if not overwrite:
         raise FileExistsError(f"{target} exists already: choose another name, or replace it with --overwrite.")
+    if any(target.glob("checkpoint-*")) or (target / "log.jsonl").exists():
+        raise FileExistsError(f"{target} holds a training run, which --overwrite does not replace: remove it.")
     if not (target / "config.json").is_file():
         raise FileExistsError(
             f"{target} has no config.json, so it is no model that --overwrite would replace: remove it."

@@ -32,9 +32,10 @@ from modeling_egmla import EGMLAConfig, EGMLAForCausalLM
 from modeling_egmla.commands.common import Commands
 from modeling_egmla.commands.convert import convert as convert_command
 from modeling_egmla.conversion.checkpoint import Checkpoint, ConversionError, Fp8Blocks
-from modeling_egmla.conversion.converter import CheckFailed, convert
+from modeling_egmla.conversion.converter import CheckFailed, convert, plan_conversion
 from modeling_egmla.conversion.gating import near_isometry
 from modeling_egmla.conversion.layouts import LAYOUTS, get_layout
+from modeling_egmla.plan import count_parameters
 
 
 SHAPE = {
@@ -137,6 +138,8 @@ def test_minicpm3_scales_go_into_tensors(sources, tmp_path):
     torch.testing.assert_close(after["lm_head.weight"], before["model.embed_tokens.weight"] / 2)
     assert not EGMLAConfig.from_pretrained(tmp_path / "out").tie_word_embeddings
     assert len(report.inventory.scaled) == 4
+    planned = plan_conversion(sources["minicpm3"]).config
+    assert count_parameters(planned) == count_parameters(EGMLAConfig.from_pretrained(tmp_path / "out"))
 
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "deepseek_v3-halves-tied"])
@@ -263,6 +266,8 @@ def test_dtype(sources, tmp_path):
     assert {tensor.dtype for tensor in tensors(tmp_path / "narrow").values()} == {torch.bfloat16}
     assert EGMLAForCausalLM.from_pretrained(tmp_path / "narrow", dtype="auto").dtype == torch.bfloat16
     assert convert(tmp_path / "narrow", tmp_path / "same", to="deepseek_v2").comparison.relative < 1e-5
+    convert(sources["deepseek_v2"], tmp_path / "half", dtype=torch.float16)
+    assert convert(tmp_path / "half", tmp_path / "other half", dtype=torch.bfloat16).comparison.relative > 1e-4
     assert_same_bits(tensors(tmp_path / "narrow"), tensors(tmp_path / "same"))
 
 
@@ -676,6 +681,11 @@ def test_existing_target_is_replaced_whole_or_not_at_all(sources, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         convert(sources["deepseek_v3"], tmp_path / "new", progress=interrupt)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
+
+    (target / "log.jsonl").touch()
+    with pytest.raises(FileExistsError, match="holds a training run"):
+        convert(sources["deepseek_v3"], target, overwrite=True)
+    (target / "log.jsonl").unlink()
 
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/letter.txt").write_text("keep")

@@ -179,6 +179,19 @@ def test_run_of_another_text_is_refused(recipe, pair, tmp_path):
         distill(path)
 
 
+def test_teacher_of_another_vocabulary_is_refused(recipe, pair, tmp_path):
+    """As many ids are not the same ids: what a teacher says of other tokens teaches nothing."""
+    folder = shutil.copytree(pair / "teacher", tmp_path / "teacher")
+    recipe["models"]["teacher"] = str(folder)
+    content = json.loads((folder / "tokenizer.json").read_text())
+    vocabulary = content["model"]["vocab"]
+    first, second = list(vocabulary)[10:12]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(RecipeError, match=r"`models\.teacher`: the ids .* stand for other tokens"):
+        distill(write(recipe, tmp_path / "recipe.yaml"))
+
+
 @pytest.mark.parametrize("which", ["student", "teacher"])
 def test_run_of_another_model_is_refused(recipe, pair, tmp_path, which):
     """Nor with another teacher, or for another student, in the folder that the recipe names."""

@@ -144,13 +144,15 @@ def test_nothing_private_is_inside(tmp_path, make_model):
     model.save_pretrained(source)
     tiny_tokenizer().save_pretrained(source)
     edit_json(source / "tokenizer_config.json", name_or_path=str(source), is_local=True, local_files_only=True)
-    (source / "training.json").write_text(json.dumps({"steps": 10, "command": f"egmla train {source}/recipe.yaml"}))
+    (source / "training.json").write_text(
+        json.dumps({"steps": 10, "command": f"egmla train {source}/recipe.yaml '{source}/my runs/b.yaml'"})
+    )
     (source / "recipe.yaml").write_text(f"data:\n  files: [{source}/texts/*.txt]\n  length: 3\n")
     folder = export(source, tmp_path / "out")
     for path in folder.iterdir():
         assert b"jane" not in path.read_bytes(), path.name
         assert b"name_or_path" not in path.read_bytes() or path.suffix == ".py", path.name
-    assert json.loads((folder / "training.json").read_text())["command"] == "egmla train recipe.yaml"
+    assert json.loads((folder / "training.json").read_text())["command"] == "egmla train recipe.yaml 'b.yaml'"
     assert yaml.safe_load((folder / "recipe.yaml").read_text()) == {"data": {"files": ["*.txt"], "length": 3}}
     assert (
         json.loads((folder / "tokenizer_config.json").read_text())
@@ -166,11 +168,15 @@ def test_private_paths_are_found(folder):
         url="https://host/a/b",
         ratio="1/2/3",
         token="//",
+        command="egmla train '/home/jane doe/recipe.yaml'",
     )
+    (folder / "about.yaml").write_text(f"summary: {'hf_' + 34 * 'a'}")
     (folder / "README.md").write_text(f"---\n---\nMade in {Path.cwd()}/out")
     assert [problem.split(":")[0] for problem in check_privacy(folder)] == [
         f"README.md mentions {Path.cwd()}, a path of this machine",
+        "about.yaml holds a token of the Hub",
         "`cache` in generation_config.json is the path '/scratch/jane/cache'",
+        """`command` in generation_config.json is the path "egmla train '/home/jane doe/recipe.yaml'\"""",
     ]
 
 

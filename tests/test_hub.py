@@ -198,11 +198,15 @@ def test_pull_request(published, unchecked, folder, make_model):
 def test_leftovers_of_the_last_push_are_removed(published, unchecked, folder, make_model, tmp_path):
     """Old shards and code would be loaded with the new weights; what others put beside them stays."""
     repo = published.repos[REPO]
-    others = {"figure.png": File.small(b"png"), "model.bin": File.small(b"old")}
+    others = {"figure.png": File.small(b"png"), "model.bin": File.small(b"old"), "demo/app.py": File.small(b"app")}
     repo.commit("refs/heads/main", {**repo.files, **others}, "by hand", repo.refs["refs/heads/main"])
     export_model(make_model(seed=1), folder, overwrite=True, license="mit")
     push(folder, REPO)
-    assert repo.files.keys() == {path.name for path in folder.iterdir()} | {".gitattributes", "figure.png"}
+    assert repo.files.keys() == {path.name for path in folder.iterdir()} | {
+        ".gitattributes",
+        "figure.png",
+        "demo/app.py",
+    }
     pull(REPO, tmp_path / "got")
     assert content(tmp_path / "got") == content(folder)
 

@@ -20,7 +20,7 @@ from datasets import Dataset
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from test_gqa import tiny_llama
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
 
 import modeling_egmla  # noqa: F401  registers the Auto classes
 from modeling_egmla.files import write_whole
@@ -188,6 +188,10 @@ def test_recipe_trains_a_model_that_loads(recipe, tmp_path):
         ("training", {"arguments": {"per_device_train_batch_size": 2}}, "training.sequences_per_device"),
         ("training", {"arguments": {"weight_decay": 0.5}}, "training.weight_decay"),
         ("training", {"arguments": {"include_num_input_tokens_seen": "no"}}, "include_num_input_tokens_seen"),
+        ("training", {"arguments": {"hub_token": "hf_abc"}}, "training.arguments.hub_token"),
+        ("training", {"arguments": {"dataloader_drop_last": True}}, "training.arguments.dataloader_drop_last"),
+        ("training", {"arguments": {"save_only_model": True}}, "training.arguments.save_only_model"),
+        ("training", {"arguments": {"adam_epsilon": "small"}}, "training.arguments.adam_epsilon"),
         ("model", {"config": {"hidden": 3}}, "model.config.hidden"),
         ("model", {"path": "somewhere"}, "path"),
         ("data", {"files": ["nothing-here/*.txt"]}, "data.files"),
@@ -272,7 +276,63 @@ def test_missing_key_is_named(recipe, tmp_path, key):
 def test_number_without_dot_is_a_number(recipe, tmp_path):
     """YAML reads 3e-4 as a string; a learning rate written so is still a number."""
     recipe["training"]["learning_rate"] = "3e-4"
-    assert load_recipe(write_recipe(recipe, tmp_path)).training.learning_rate == 3e-4
+    recipe["training"]["arguments"] = {"adam_epsilon": "1e-9", "optim_args": "a=1"}
+    training = load_recipe(write_recipe(recipe, tmp_path)).training
+    assert training.learning_rate == 3e-4 and training.arguments == {"adam_epsilon": 1e-9, "optim_args": "a=1"}
+
+
+def test_several_devices_in_one_process_are_refused(recipe, tmp_path, monkeypatch):
+    """Trainer would give each device a batch, and steps more tokens than the recipe says."""
+    monkeypatch.setattr(TrainingArguments, "n_gpu", 2)
+    with pytest.raises(RecipeError, match=r"batch_tokens.*each of 2 devices.*torchrun"):
+        train(write_recipe(recipe, tmp_path))
+
+
+def test_a_run_without_a_recipe_is_not_continued(recipe, tmp_path):
+    """Checkpoints of a script of one's own, about which nothing is known, are left alone."""
+    (tmp_path / "out" / "checkpoint-4").mkdir(parents=True)
+    with pytest.raises(RecipeError, match=r"output_dir.*checkpoint-4 of a run without a recipe"):
+        train(write_recipe(recipe, tmp_path))
+
+
+def test_finished_run_keeps_its_best_weights(recipe, tmp_path):
+    """A run that ends with its best checkpoint, here the worst, does so when it is called again."""
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": True}
+    recipe["training"] |= {"steps": 8, "eval_steps": 4, "save_steps": 4, "arguments": best}
+    path = write_recipe(recipe, tmp_path)
+    report = train(path)
+    log = [json.loads(line) for line in (tmp_path / "out" / "log.jsonl").read_text().splitlines()]
+    losses = {line["step"]: line["eval_loss"] for line in reversed(log) if "eval_loss" in line}
+    assert report["validation_loss"] == pytest.approx(losses[4], abs=1e-6) and losses[8] < losses[4] - 1e-3
+    assert train(path)["validation_loss"] == report["validation_loss"]
+
+
+def test_suppressed_tokens_are_kept(recipe, start, tmp_path):
+    """Ids without a token, wherever they are, join those that the recipe or the base model suppresses."""
+    recipe["model"] = recipe["tokenizer"] = {"path": start}
+    recipe["training"]["steps"] = 1
+    recipe["generation"] = {"suppress_tokens": [7]}
+    train(write_recipe(recipe, tmp_path))
+    tokenizer, config = AutoTokenizer.from_pretrained(start), AutoConfig.from_pretrained(start)
+    unused = set(range(config.vocab_size)) - set(tokenizer.get_vocab().values())
+    settings = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert settings["suppress_tokens"] == sorted({7, *unused})
+
+
+def test_pushes_are_of_whole_checkpoints(recipe, tmp_path, monkeypatch):
+    """What Trainer pushes during a run has its last name by then, and nothing half-written lies beside it."""
+    pushed = []
+
+    def push(self, folder):
+        assert not (Path(folder).parent / "_partial").exists()
+        pushed.append(Path(folder).name)
+
+    monkeypatch.setattr(Trainer, "_push_from_checkpoint", push)
+    monkeypatch.setattr(Trainer, "init_hf_repo", lambda self, **kwargs: None)
+    monkeypatch.setattr(Trainer, "push_to_hub", lambda self, *args, **kwargs: None)
+    recipe["training"] |= {"steps": 8, "save_steps": 4, "arguments": {"push_to_hub": True}}
+    train(write_recipe(recipe, tmp_path))
+    assert pushed == ["checkpoint-4", "checkpoint-8"]
 
 
 def die_at(monkeypatch, step):
@@ -349,7 +409,7 @@ def test_run_that_dies_while_saving_continues(recipe, tmp_path, monkeypatch):
     train(path)
     resumed = AutoModelForCausalLM.from_pretrained(tmp_path / "stopped").state_dict()
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
-    assert not (tmp_path / "stopped" / ".partial").exists()
+    assert not (tmp_path / "stopped" / "_partial").exists()
     state = json.loads((tmp_path / "stopped" / "checkpoint-8" / "trainer_state.json").read_text())
     assert state["best_model_checkpoint"] == str(tmp_path / "stopped" / "checkpoint-8")
 

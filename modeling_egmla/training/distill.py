@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from huggingface_hub.dataclasses import strict
-from transformers import AutoModelForCausalLM, PreTrainedModel, default_data_collator
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, default_data_collator
 
 from ..files import write_whole
 from ..modeling_egmla import EGMLAForCausalLM
@@ -108,7 +108,7 @@ class DistillationTrainer(EGMLATrainer):
         weights = self.distillation
         predicted = inputs["labels"][:, 1:] != -100
         count = predicted.sum() if num_items_in_batch is None else num_items_in_batch
-        ids = {name: inputs[name] for name in ("input_ids", "attention_mask") if name in inputs}
+        ids = {name: value for name, value in inputs.items() if name != "labels"}
         with_states = weights.hidden_states > 0
         outputs = model(**ids, use_cache=False, output_hidden_states=with_states)
         with torch.no_grad():
@@ -182,6 +182,19 @@ def load_pair(recipe: DistillRecipe) -> tuple[EGMLAForCausalLM, PreTrainedModel]
     return student, teacher
 
 
+def check_same_vocabulary(tokenizer: PreTrainedTokenizerBase, models: PairRecipe) -> None:
+    """Raises a `RecipeError` if the teacher has a tokenizer whose ids stand for other tokens than the student's."""
+    try:
+        theirs = load_tokenizer(models.teacher, key="models.teacher")
+    except RecipeError:
+        return  # a folder of weights alone
+    if theirs.get_vocab() != tokenizer.get_vocab():
+        raise RecipeError(
+            f"`models.teacher`: the ids of {models.teacher} stand for other tokens than those of {models.student}, so "
+            "what it says of a text cannot be compared. Name the model that the student was converted from."
+        )
+
+
 def distill(recipe_path: str | Path) -> dict[str, Any]:
     """
     Runs a recipe. The output folder gets checkpoints, `log.jsonl` (validation losses from the start on), a copy of the
@@ -202,6 +215,7 @@ def distill(recipe_path: str | Path) -> dict[str, Any]:
 
     student, teacher = load_pair(recipe)
     tokenizer = load_tokenizer(recipe.models.student, key="models.student")
+    check_same_vocabulary(tokenizer, recipe.models)
     with arguments.main_process_first():
         text = load_text(recipe.data, recipe.training.seed, tokenizer)
     hashes = {"student_sha256": hash_model(student), "teacher_sha256": hash_model(teacher)}

@@ -26,6 +26,17 @@ RECIPE_KEYS = {
 }
 
 
+REFUSED_ARGUMENTS = {
+    "include_num_input_tokens_seen": "all tokens are counted anyway",
+    "dataloader_drop_last": "it would drop validation text too, and the loss would be of less than it says",
+    "save_only_model": "a run could then not be continued to the same weights",
+    "prediction_loss_only": "the validation loss is a mean over tokens, which needs the loss of each",
+    "batch_eval_metrics": "the validation loss is a mean over all tokens alike",
+    "eval_do_concat_batches": "the validation loss is a mean over all tokens alike",
+    "hub_token": "a recipe is copied beside the model and published with it; log in with `hf auth login` or HF_TOKEN",
+}
+
+
 class RecipeError(ValueError):
     """A recipe cannot be run; the message names the key."""
 
@@ -149,10 +160,16 @@ class TrainingRecipe:
             raise ValueError(f"`training.schedule` must be one of {schedules}, but is {self.schedule!r}.")
         if unknown := set(self.arguments) - {f.name for f in fields(TrainingArguments)}:
             raise ValueError(f"`training.arguments.{min(unknown)}` is no field of TrainingArguments.")
-        if "include_num_input_tokens_seen" in self.arguments:
-            raise ValueError(
-                "`training.arguments.include_num_input_tokens_seen`: all tokens are counted anyway. Leave it out."
-            )
+        if refused := sorted(set(self.arguments) & set(REFUSED_ARGUMENTS)):
+            raise ValueError(f"`training.arguments.{refused[0]}`: {REFUSED_ARGUMENTS[refused[0]]}. Leave it out.")
+        for field_ in fields(TrainingArguments):
+            if isinstance(value := self.arguments.get(field_.name), str) and field_.type in (float, float | None):
+                try:
+                    self.arguments[field_.name] = float(value)  # YAML reads 1e-8, without a dot, as a string.
+                except ValueError:
+                    raise ValueError(
+                        f"`training.arguments.{field_.name}` must be a number, but is {value!r}."
+                    ) from None
         own = {f.name: f.name for f in fields(self)} | RECIPE_KEYS
         if taken := sorted(set(self.arguments) & set(own)):
             raise ValueError(f"`training.arguments.{taken[0]}`: give `training.{own[taken[0]]}` in its place.")

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import yaml
 from datasets import Dataset, IterableDataset
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from transformers import (
     AutoTokenizer,
     GenerationConfig,
@@ -28,6 +29,7 @@ from transformers.trainer_utils import align_special_tokens, get_last_checkpoint
 
 from ..configuration import find_model
 from ..configuration_egmla import SPECIAL_IDS, EGMLAConfig
+from ..conversion.vocabulary import ids_without_token
 from ..files import write_whole
 from ..modeling_egmla import EGMLAForCausalLM
 from .data import (
@@ -126,9 +128,10 @@ def build_model(recipe: ModelRecipe, tokenizer, seed: int) -> EGMLAForCausalLM:
             raise RecipeError(f"`model.config`: {error}") from error
         torch.manual_seed(seed)
         model = EGMLAForCausalLM(config)
-    if len(tokenizer) > model.config.vocab_size:
+    largest = max(tokenizer.get_vocab().values())
+    if largest >= model.config.vocab_size:
         raise RecipeError(
-            f"`model.config.vocab_size` is {model.config.vocab_size}, but the tokenizer has {len(tokenizer)} tokens."
+            f"`model.config.vocab_size` is {model.config.vocab_size}, but the tokenizer has ids up to {largest}."
         )
     return model
 
@@ -154,8 +157,8 @@ def build_arguments(recipe: TrainingRecipe, sequence_length: int) -> TrainingArg
     The recipe in the terms of Trainer.
 
     Raises:
-        RecipeError: `batch_tokens` is not a whole number of forward passes of all processes, a setting of the schedule
-            or of `arguments` cannot work, or FSDP is asked for on a CPU.
+        RecipeError: `batch_tokens` is not a whole number of forward passes of all processes, one process would use
+            several devices, a setting of the schedule or of `arguments` cannot work, or FSDP is asked for on a CPU.
     """
     pass_tokens = recipe.sequences_per_device * sequence_length * int(os.environ.get("WORLD_SIZE", "1"))
     if recipe.batch_tokens % pass_tokens:
@@ -199,6 +202,12 @@ def build_arguments(recipe: TrainingRecipe, sequence_length: int) -> TrainingArg
         get_scheduler(recipe.schedule, optimizer, recipe.warmup_steps, recipe.steps or 1, recipe.schedule_arguments)
     except (TypeError, ValueError) as error:
         raise RecipeError(f"`training.schedule_arguments`: {error}") from error
+    if arguments.n_gpu > 1:
+        raise RecipeError(
+            f"`training.batch_tokens`: Trainer would give each of {arguments.n_gpu} devices as many tokens as one. "
+            f"Start one process for each (`torchrun --nproc-per-node {arguments.n_gpu} --no-python egmla ...`), or "
+            "show one device only (CUDA_VISIBLE_DEVICES=0)."
+        )
     if arguments.use_cpu and (arguments.fsdp or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"):
         raise RecipeError(
             "`training.arguments.fsdp`: on a CPU Trainer would silently replicate the model instead. Leave it out, or "
@@ -229,8 +238,9 @@ def save_final(trainer: EGMLATrainer, tokenizer, recipe: TrainingRecipe, generat
         return
     align_special_tokens(model, tokenizer)  # as Trainer does, but not for a run that had taken all its steps
     settings = {name: getattr(model.generation_config, name) for name in SPECIAL_IDS}
-    if len(tokenizer) < model.config.vocab_size:
-        settings["suppress_tokens"] = list(range(len(tokenizer), model.config.vocab_size))
+    unused = {*ids_without_token(tokenizer, model.config.vocab_size), *(generation.get("suppress_tokens") or ())}
+    if unused:
+        settings["suppress_tokens"] = sorted(unused)
     model.generation_config = GenerationConfig(**{**generation, **settings})
     dtype = getattr(torch, recipe.save_dtype)
     stored = {}  # One tensor for weights that are tied, which are then saved once.
@@ -261,10 +271,15 @@ def last_checkpoint(recipe: Recipe) -> str | None:
         RecipeError: the output folder holds a run of another recipe.
     """
     folder = Path(recipe.training.output_dir)
-    kept = folder / "recipe.yaml"
+    kept, checkpoint = folder / "recipe.yaml", get_last_checkpoint(folder) if folder.is_dir() else None
     if kept.exists():
         check_same_run(load_recipe(kept, type(recipe)), recipe)
-    return get_last_checkpoint(folder) if folder.is_dir() else None
+    elif checkpoint is not None:
+        raise RecipeError(
+            f"`training.output_dir`: {folder} holds {Path(checkpoint).name} of a run without a recipe, which cannot "
+            "be continued by one. Name another folder, or empty this one."
+        )
+    return checkpoint
 
 
 def is_finished(checkpoint: str, recipe: TrainingRecipe) -> bool:
@@ -284,11 +299,15 @@ def load_checkpoint(model, checkpoint: str) -> None:
 
 
 def train_to_the_end(trainer: EGMLATrainer, log: JSONLinesLog, recipe: TrainingRecipe, checkpoint: str | None) -> None:
-    """Trains, from a checkpoint if there is one; one that is as far as the recipe goes is loaded, and that is all."""
+    """
+    Trains, from a checkpoint if there is one. Where that is as far as the recipe goes, it is loaded, or the best one
+    where the recipe wants that, and that is all.
+    """
     if checkpoint is not None and is_finished(checkpoint, recipe):
         # Trainer would take one more step.
         trainer.state = TrainerState.load_from_json(os.path.join(checkpoint, "trainer_state.json"))
-        load_checkpoint(trainer.model, checkpoint)
+        best = trainer.state.best_model_checkpoint if trainer.args.load_best_model_at_end else None
+        load_checkpoint(trainer.model, best or checkpoint)
         log.on_train_begin(trainer.args, trainer.state, trainer.control)
     else:
         trainer.train(resume_from_checkpoint=checkpoint)
@@ -426,7 +445,11 @@ def finish(
     trainer.accelerator.wait_for_everyone()
 
     # The loss that counts is that of the weights as they were stored.
-    trainer.model.load_state_dict(EGMLAForCausalLM.from_pretrained(recipe.output_dir).state_dict())
+    weights = EGMLAForCausalLM.from_pretrained(recipe.output_dir).state_dict()
+    if trainer.is_fsdp_enabled:
+        set_model_state_dict(trainer.model, weights, options=StateDictOptions(full_state_dict=True))
+    else:
+        trainer.model.load_state_dict(weights)
     metrics = trainer.evaluate()
     report = {
         **losses(text, metrics, trainer.model.config.vocab_size),

@@ -23,7 +23,7 @@ class EGMLATrainer(Trainer):
     """
     The library's Trainer with gate tables in a parameter group of their own, and with `gate_tables.parallel` cut by
     columns over the processes. Checkpoints are those of one process either way, and any number of processes may
-    continue from them. They are written in `.partial` and get their names when they are whole.
+    continue from them. They are written in `_partial`, which is never pushed, and get their names when they are whole.
 
     Norms and biases are not decayed either, as everywhere in the library: their size is what they are there to set.
     """
@@ -40,23 +40,16 @@ class EGMLATrainer(Trainer):
         if self.optimizer is not None:
             return self.optimizer
         model = self.model if model is None else model
-        decayed_names = set(self.get_decay_parameter_names(model))
-        decayed, plain, tables = [], [], []
-        for name, parameter in model.named_parameters():
-            if parameter.requires_grad:
-                group = tables if "kv_gate_embed" in name else decayed if name in decayed_names else plain
-                group.append(parameter)
-        groups = [
-            {"params": decayed, "weight_decay": self.args.weight_decay},
-            {"params": plain, "weight_decay": 0.0},
-            {
-                "params": tables,
-                "weight_decay": self.gate_tables.weight_decay,
-                "lr": self.gate_tables.learning_rate or self.args.learning_rate,
-            },
-        ]
-        optimizer_class, options = self.get_optimizer_cls_and_kwargs(self.args, model)
-        self.optimizer = optimizer_class([group for group in groups if group["params"]], **options)
+        optimizer = super().create_optimizer(model)
+        tables = [p for name, p in model.named_parameters() if "kv_gate_embed" in name and p.requires_grad]
+        apart = set(map(id, tables))
+        for group in optimizer.param_groups:
+            group["params"] = [parameter for parameter in group["params"] if id(parameter) not in apart]
+        optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
+        if tables:
+            learning_rate = self.gate_tables.learning_rate or self.args.learning_rate
+            settings = {"lr": learning_rate, "weight_decay": self.gate_tables.weight_decay}
+            optimizer.add_param_group({"params": tables, **settings})
         if self.cuts_tables:
             self.optimizer.register_load_state_dict_pre_hook(parallel.cut_optimizer_state)
         return self.optimizer
@@ -71,12 +64,12 @@ class EGMLATrainer(Trainer):
 
     def _get_output_dir(self, trial):
         folder = super()._get_output_dir(trial)
-        return os.path.join(folder, ".partial") if self.is_saving else folder
+        return os.path.join(folder, "_partial") if self.is_saving else folder
 
     def _save_checkpoint(self, model, trial):
         folder = Path(self._get_output_dir(trial))
         checkpoint = folder / f"checkpoint-{self.state.global_step}"
-        partial = folder / ".partial" / checkpoint.name
+        partial = folder / "_partial" / checkpoint.name
         if self.args.should_save:
             shutil.rmtree(partial.parent, ignore_errors=True)  # of a process that was killed
         self.accelerator.wait_for_everyone()
@@ -93,8 +86,14 @@ class EGMLATrainer(Trainer):
             self.state.save_to_json(partial / "trainer_state.json")
             publish(partial, checkpoint)
             shutil.rmtree(partial.parent, ignore_errors=True)
+            if self.args.push_to_hub:
+                self._push_from_checkpoint(str(checkpoint))
             rotate_checkpoints(folder, self.args.save_total_limit, self.state.best_model_checkpoint, use_mtime=True)
         self.accelerator.wait_for_everyone()
+
+    def _push_from_checkpoint(self, checkpoint_folder):
+        if not self.is_saving:  # else its name is not the last one yet
+            super()._push_from_checkpoint(checkpoint_folder)
 
     def _save(self, output_dir=None, state_dict=None):
         if self.cuts_tables and state_dict is None:
