@@ -15,6 +15,16 @@ NO_VIRTUAL_TOKENS = (
 )
 
 
+def begins_again(position_ids: torch.Tensor | None) -> bool:
+    """
+    Whether rows hold several documents, told apart by positions that begin again. A compiled model cannot look, and
+    takes it that they may: the library's mask then looks itself.
+    """
+    if position_ids is None or position_ids.shape[-1] < 2:
+        return False
+    return torch.compiler.is_compiling() or bool((position_ids.diff(dim=-1) < 1).any())
+
+
 def check_ids_in_vocabulary(token_ids: torch.Tensor, vocab_size: int) -> None:
     """Raises a `ValueError` that names the first id outside the vocabulary."""
     outside = (token_ids < 0) | (token_ids >= vocab_size)

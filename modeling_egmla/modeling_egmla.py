@@ -43,7 +43,7 @@ from .configuration_egmla import EGMLAConfig
 from .decoding_egmla import KV_DECODINGS, decode, select_decoding
 from .gate_egmla import EGMLAGateProjection, TokenGate, project, token_gates
 from .generation_egmla import EGMLAGenerationMixin
-from .inputs_egmla import check_cache, find_token_ids
+from .inputs_egmla import begins_again, check_cache, find_token_ids
 from .placement_egmla import EGMLAGatePlacement
 
 
@@ -422,8 +422,8 @@ class EGMLAModel(EGMLAPreTrainedModel):
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
 
-        # With a cache the library's mask overlooks documents packed into one row; a new one says nothing to it.
-        given_cache = cache
+        # With a cache the library's mask overlooks documents packed into one row; a new cache is not needed for it.
+        is_packed = cache is None and attention_mask is None and begins_again(position_ids)
         if use_cache and cache is None:
             cache = EGMLACache(self.config)
         if cache is not None:
@@ -439,7 +439,7 @@ class EGMLAModel(EGMLAPreTrainedModel):
             config=self.config,
             inputs_embeds=inputs_embeds,
             attention_mask=attention_mask,
-            cache=given_cache,
+            cache=None if is_packed else cache,
             position_ids=position_ids,
         )
 

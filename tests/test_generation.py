@@ -21,7 +21,7 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
-from modeling_egmla import EGMLACache, EGMLAForCausalLM, EGMLAModel, EGMLAStaticCache, generation_egmla, modeling_egmla
+from modeling_egmla import EGMLACache, EGMLAForCausalLM, EGMLAModel, EGMLAStaticCache, generation_egmla, inputs_egmla
 
 
 GROUPS = pytest.mark.parametrize("group_size", [1, 2])
@@ -805,9 +805,9 @@ def test_ids_outside_the_vocabulary_are_named(make_model, call, bad):
 def test_caches_of_other_classes_warn_once(make_model, cache_kind, monkeypatch):
     """A cache that holds expanded keys and values works, and says what it costs, once."""
     messages = []
-    warn = modeling_egmla.logger.warning_once
+    warn = inputs_egmla.logger.warning_once
     getattr(warn, "cache_clear", lambda: None)()
-    monkeypatch.setattr(modeling_egmla.logger, "_log", lambda level, msg, *args, **kwargs: messages.append(msg))
+    monkeypatch.setattr(inputs_egmla.logger, "_log", lambda level, msg, *args, **kwargs: messages.append(msg))
     model = make_model()
     for seed in range(2):
         cache = CACHES[cache_kind](model.config)["cache"]

@@ -640,6 +640,7 @@ def test_checkpoint_is_looked_for_before_there_is_a_folder(recipe, tmp_path):
     """Of several processes, those that look before the first one has made the folder find no checkpoint."""
     assert last_checkpoint(load_recipe(write_recipe(recipe, tmp_path))) is None
     (tmp_path / "out" / "checkpoint-12").mkdir(parents=True)
+    (tmp_path / "out" / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     assert last_checkpoint(load_recipe(write_recipe(recipe, tmp_path))) == str(tmp_path / "out" / "checkpoint-12")
 
 
