@@ -361,7 +361,7 @@ def check_privacy(folder: Path) -> list[str]:
     for name in list_files(folder):
         path = folder / name
         if path.suffix in (".json", ".yaml", ".md", ".txt") and HUB_TOKEN.search(path.read_bytes()):
-            problems.append(f"{name} holds a token of the Hub: remove it, and make it invalid.")
+            problems.append(f"{name} holds a token of the Hub: remove it, and revoke it on the Hub.")
         if path.suffix == ".json" and path.stem not in ("tokenizer", "vocab"):  # those hold tokens like "/"
             for field, value in _strings(read_json(path)):
                 if _is_private_path(value):

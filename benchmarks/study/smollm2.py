@@ -145,7 +145,7 @@ class Study:
             RuntimeError: the step has a result that was made with other settings.
         """
         path = self.results / f"{name}.json"
-        before = json.loads(path.read_text(encoding="utf-8"))["settings"]
+        before = json.loads(path.read_text(encoding="utf-8")).get("settings", {})
         settings = self.settings(name)
         if changed := [key for key in settings if before.get(key) != settings[key]]:
             folder = self.folder / name.replace("heal-", "healed-")
