@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from .configuration_egmla import EGMLAConfig
+from .mapped_egmla import MappedTensor
 from .table_egmla import (
     GateRowPool,
-    MappedTensor,
     PlacedEmbedding,
     PlacedTable,
     Placement,

@@ -1,7 +1,7 @@
 """
 Where a model's gate tables are and how precise: the methods of [`EGMLAPreTrainedModel`] for that.
 
-docs/placement.md says what to choose when; tables, files and pools of rows are in `table_egmla.py`.
+docs/placement.md says what to choose when; tables and their pool are in `table_egmla.py`, files in `mapped_egmla.py`.
 """
 
 import os
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from .gate_egmla import TokenGate, token_gates
+from .mapped_egmla import find_tables, write_tables
 from .table_egmla import (
     POOL_ROWS,
     GateRowPool,
@@ -18,10 +19,8 @@ from .table_egmla import (
     PlacedTable,
     Placement,
     are_tables_left_out,
-    find_tables,
     narrow,
     tables_left_out,
-    write_tables,
 )
 
 

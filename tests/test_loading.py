@@ -31,7 +31,18 @@ AUTO_CLASSES = {
     AutoModelForSequenceClassification: EGMLAForSequenceClassification,
     AutoModelForTokenClassification: EGMLAForTokenClassification,
 }
-ROOMS = ("cache", "configuration", "decoding", "gate", "generation", "inputs", "modeling", "placement", "table")
+ROOMS = (
+    "cache",
+    "configuration",
+    "decoding",
+    "gate",
+    "generation",
+    "inputs",
+    "mapped",
+    "modeling",
+    "placement",
+    "table",
+)
 CODE = {f"{room}_egmla.py" for room in ROOMS}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "mscale_all_dim": 1.0}
 

@@ -16,7 +16,8 @@ from minihub import MiniHub
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, CompileConfig
 
 from modeling_egmla import EGMLACache, EGMLAForCausalLM, EGMLAModel
-from modeling_egmla.table_egmla import GateRowPool, MappedTensor, PlacedTable, narrow, widen, write_tables
+from modeling_egmla.mapped_egmla import MappedTensor, write_tables
+from modeling_egmla.table_egmla import GateRowPool, PlacedTable, narrow, widen
 
 
 IDS = torch.randint(2, 97, (2, 24), generator=torch.Generator().manual_seed(1))
