@@ -2,52 +2,51 @@
 What gate tables in bfloat16 and int8 cost: change of a model's logits and loss on text.
 
     python benchmarks/narrow_tables.py configuration/egmla-sotu speech.txt
-    python benchmarks/narrow_tables.py egmla-base-kv64-emb256 ids.pt
+    python benchmarks/narrow_tables.py egmla-base-kv64-emb256
 
-A folder or Hub id is loaded in float32 with its tokenizer, and reads a text; a preset gets random weights and reads
-saved token ids. Printed: relative change of the logits, ||a - b|| / ||b||, the largest change of one, the share of
-positions whose likeliest token stays, and the loss before and after.
+A folder or Hub id is loaded in float32 with its tokenizer, and reads a text file; a preset gets random weights and
+reads the text of the benchmark. Printed: relative change of the logits, ||a - b|| / ||b||, the largest change of one,
+the share of positions whose likeliest token stays, and the loss before and after.
 """
 
-import argparse
+from pathlib import Path
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
+import typer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from modeling_egmla import EGMLAConfig, EGMLAForCausalLM
+from modeling_egmla.benchmark.text import token_ids
 
 
 @torch.no_grad()
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model")
-    parser.add_argument("text")
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--context", type=int, default=512)
-    args = parser.parse_args()
-    has_weights = not args.text.endswith(".pt")
-    if has_weights:
-        with open(args.text, encoding="utf-8") as text:
-            ids = AutoTokenizer.from_pretrained(args.model)(text.read(), return_tensors="pt").input_ids[0]
+def main(
+    model: str,
+    text: Annotated[Path | None, typer.Argument(help="A file; without one, MODEL is a preset.")] = None,
+    batch: int = 8,
+    context: int = 512,
+) -> None:
+    """Prints a line for each kind of gates and each precision."""
+    if text is not None:
+        ids = AutoTokenizer.from_pretrained(model)(text.read_text(encoding="utf-8"), return_tensors="pt").input_ids[0]
+        ids = ids[: batch * context].view(batch, context)
     else:
-        ids = torch.load(args.text)
-    ids = ids[: args.batch * args.context].view(args.batch, args.context)
+        ids = token_ids(batch, context, EGMLAConfig.from_preset(model).vocab_size).long()
 
     def load():
-        if has_weights:
-            return AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
+        if text is not None:
+            return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
         torch.manual_seed(0)
-        return EGMLAForCausalLM(EGMLAConfig.from_preset(args.model)).eval()
+        return EGMLAForCausalLM(EGMLAConfig.from_preset(model)).eval()
 
-    def read(model):
-        logits = torch.cat([model(row[None], use_cache=False).logits for row in ids])
+    def read(loaded):
+        logits = torch.cat([loaded(row[None], use_cache=False).logits for row in ids])
         return logits, F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).item()
 
     expected, loss = read(load())
-    print(
-        f"{args.model}, {args.batch} x {args.context} tokens, loss {loss:.5f}, logits' deviation {expected.std():.3f}"
-    )
+    print(f"{model}, {batch} x {context} tokens, loss {loss:.5f}, logits' deviation {expected.std():.3f}")
     for gates in ("projected", "precomputed"):
         for dtype in ("bfloat16", "int8"):
             narrowed = load()
@@ -65,4 +64,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

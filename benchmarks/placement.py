@@ -1,24 +1,26 @@
 """
 Gate tables on the device, on the host and memory-mapped: time of a decode step, bytes moved, resident memory.
 
-    python benchmarks/placement.py FOLDER ids.pt --steps 33
-    python benchmarks/placement.py FOLDER ids.pt --memory mmap:projected:none
+    python benchmarks/placement.py FOLDER --steps 33
+    python benchmarks/placement.py FOLDER --memory mmap:projected:none
 
 FOLDER gets a model of random weights of the Base preset, and its precomputed gates, if it is not there. Token ids are
-those of real text (a saved 1-D tensor). A system is `placement:gates:dtype`; systems take turns step by step in one
-process, on caches that are filled directly with random states; medians are printed. With `--memory` one system is
-loaded, decodes by itself, and its resident memory is printed: of files (which the system may drop) and of the rest.
+those of real text. A system is `placement:gates:dtype`; systems take turns step by step in one process, on caches that
+are filled directly with random states; medians are printed. With `--memory` one system is loaded, decodes by itself,
+and its resident memory is printed: of files (which the system may drop) and of the rest.
 """
 
-import argparse
 import gc
 import statistics
 import time
 from pathlib import Path
+from typing import Annotated, Literal
 
 import torch
+import typer
 
 from modeling_egmla import EGMLACache, EGMLAConfig, EGMLAForCausalLM
+from modeling_egmla.benchmark.text import token_ids
 
 
 SYSTEMS = [f"{placement}:{{}}:{dtype}" for placement in ("device", "host", "mmap") for dtype in ("none", "int8")]
@@ -62,58 +64,56 @@ def resident() -> dict[str, int]:
 
 
 @torch.no_grad()
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("ids")
-    parser.add_argument("--gates", choices=["projected", "precomputed"], default="projected")
-    parser.add_argument("--systems", nargs="+", default=SYSTEMS)
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--context", type=int, default=4096)
-    parser.add_argument("--steps", type=int, default=33)
-    parser.add_argument("--pool-rows", type=int, default=4096)
-    parser.add_argument("--clock", choices=["wall", "cpu"], default="wall")
-    parser.add_argument("--memory", metavar="SYSTEM")
-    args = parser.parse_args()
-    if not (args.folder / "model.safetensors").exists():
-        make_folder(args.folder)
+def main(
+    folder: Path,
+    gates: Literal["projected", "precomputed"] = "projected",
+    system: Annotated[list[str], typer.Option(help="May be repeated; `{}` stands for --gates.")] = SYSTEMS,
+    batch: int = 1,
+    context: int = 4096,
+    steps: int = 33,
+    pool_rows: int = 4096,
+    clock: Annotated[Literal["wall", "cpu"], typer.Option(help="Or the process's own time.")] = "wall",
+    memory: Annotated[str | None, typer.Option(metavar="SYSTEM")] = None,
+) -> None:
+    """Prints a line for each system."""
+    if not (folder / "model.safetensors").exists():
+        make_folder(folder)
 
-    ids, length = torch.load(args.ids), args.context + args.steps + 2
-    ids = torch.stack([ids[i * length : (i + 1) * length] for i in range(args.batch)])
+    ids = token_ids(batch, context + steps + 2, EGMLAConfig.from_pretrained(folder).vocab_size).long()
     before = resident()
-    names = [args.memory] if args.memory else [system.format(args.gates) for system in args.systems]
+    names = [memory] if memory else [name.format(gates) for name in system]
     systems = {}
     for name in names:
-        model = load(name, args.folder, args.pool_rows)
-        systems[name] = (model, filled_cache(model.config, ids[:, : args.context]))
+        model = load(name, folder, pool_rows)
+        systems[name] = (model, filled_cache(model.config, ids[:, :context]))
     gc.collect()
     loaded = resident()
 
-    clock = time.perf_counter if args.clock == "wall" else time.process_time
+    now = time.perf_counter if clock == "wall" else time.process_time
     seconds, first_bytes = {name: [] for name in names}, {}
-    for step in range(args.steps + 2):
-        new = ids[:, args.context + step :][:, :1]
+    for step in range(steps + 2):
+        new = ids[:, context + step :][:, :1]
         for name, (model, cache) in systems.items():
-            start = clock()
+            start = now()
             model(new, cache=cache, use_cache=True)
-            seconds[name].append(clock() - start)
+            seconds[name].append(now() - start)
             first_bytes.setdefault(name, model.kv_gate_statistics().bytes_moved)
     print(
-        f"batch {args.batch}, context {args.context}, distinct ids {len(ids[:, : args.context].unique())}, pool "
-        f"{args.pool_rows}, {args.clock} clock, threads {torch.get_num_threads()}"
+        f"batch {batch}, context {context}, distinct ids {len(ids[:, :context].unique())}, pool "
+        f"{pool_rows}, {clock} clock, threads {torch.get_num_threads()}"
     )
     for name, (model, _) in systems.items():
         median, held = statistics.median(seconds[name][2:]), model.kv_gate_statistics()
-        moved = (held.bytes_moved - first_bytes[name]) / (args.steps + 1) / args.batch
+        moved = (held.bytes_moved - first_bytes[name]) / (steps + 1) / batch
         print(
-            f"{name:26s} {median * 1e3:7.1f} ms a step, {args.batch / median:6.1f} tokens/s; first step "
+            f"{name:26s} {median * 1e3:7.1f} ms a step, {batch / median:6.1f} tokens/s; first step "
             f"{seconds[name][0] * 1e3:.0f} ms and {first_bytes[name]:,} bytes, then {moved:,.0f} bytes a token; "
             f"device {(held.device + held.pool) / 2**20:,.0f} MiB, host {held.host / 2**20:,.0f}, file "
             f"{held.file / 2**20:,.0f}"
         )
-    if args.memory:
+    if memory:
         print(f"MiB resident: {before} at first, {loaded} loaded, {resident()} after decoding")
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

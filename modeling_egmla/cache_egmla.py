@@ -11,6 +11,7 @@ Shapes: B batch, T cached length, C `kv_lora_rank`, R `qk_rope_head_dim`.
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
@@ -61,11 +62,13 @@ class GrowingTensor:
     Args:
         filled: first content. It is never written to, since it may be somebody else's.
         dim: axis that grows, counted from the end (negative).
+        made_from: what its content was derived from, for those who derive it.
     """
 
-    def __init__(self, filled: torch.Tensor, dim: int):
+    def __init__(self, filled: torch.Tensor, dim: int, made_from: Any = None):
         self.buffer = filled
         self.dim = dim
+        self.made_from = made_from
         self.length = filled.shape[dim]
         self.owns_buffer = False
 

@@ -295,8 +295,10 @@ def gated_statistics(attention: nn.Module, history: History, cache) -> torch.Ten
     stream = kept.get(attention.layer_idx)
     parameters = [m.weight for m in (attention.up_projection, attention.kv_gate_embed, attention.kv_gate_proj)]
     placement = attention.kv_gate_placement  # narrowed gates are other gates
-    if stream is not None and not (stream.sources.is_current(parameters) and stream.placement == placement):
-        stream = None
+    if stream is not None:
+        sources, placed = stream.made_from
+        if placed != placement or not sources.is_current(parameters):
+            stream = None
     (B, T), start = history.token_ids_BT.shape, 0 if stream is None else stream.length
     if start < T:
         dtype = accumulator_dtype(history.latents_BTC)
@@ -310,8 +312,8 @@ def gated_statistics(attention: nn.Module, history: History, cache) -> torch.Ten
             tile = new[rows, :, columns.start - start : columns.stop - start]
             tile[:, 0], tile[:, 1] = mean, (variance + attention.kv_gate_norm.eps).rsqrt()
         if stream is None:
-            stream = kept[attention.layer_idx] = GrowingTensor(new, dim=-1)
-            stream.sources, stream.placement = Sources(parameters), placement
+            stream = GrowingTensor(new, dim=-1, made_from=(Sources(parameters), placement))
+            kept[attention.layer_idx] = stream
         else:
             stream.append(new)
     return stream.filled

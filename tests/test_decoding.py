@@ -2,9 +2,9 @@
 
 import copy
 import io
-import math
 
 import pytest
+import reference
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,53 +20,9 @@ VARIANTS = [("multiply", "layer_norm"), ("multiply", "none"), ("add", "layer_nor
 PADDING = (0, 5, 17)  # of the rows of `padded_batch`
 
 
-def reference_logits(model, ids: list[int]) -> torch.Tensor:
-    """Logits of one sequence [T, vocab] in float64, by position and head, from the paper's equations."""
-    c, w = model.config, {name: tensor.double() for name, tensor in model.state_dict().items()}
-    H, N, R, V = c.num_attention_heads, c.qk_nope_head_dim, c.qk_rope_head_dim, c.v_head_dim
-
-    def rms(x, weight, eps):
-        return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight
-
-    def rotate(x, t):
-        angles = t * c.rope_parameters["rope_theta"] ** (-torch.arange(0, R, 2, dtype=torch.double) / R)
-        first, second = x[: R // 2], x[R // 2 :]
-        cos, sin = angles.cos(), angles.sin()
-        return torch.cat((first * cos - second * sin, second * cos + first * sin))
-
-    x = w["model.embed_tokens.weight"][ids]
-    for layer in range(c.num_hidden_layers):
-        p = f"model.layers.{layer}.self_attn."
-        h = rms(x, w[f"model.layers.{layer}.input_layernorm.weight"], c.rms_norm_eps)
-        if layer % c.layer_group_size == 0:
-            down = h @ w[p + "kv_a_proj_with_mqa.weight"].T
-            latents = rms(down[:, : c.kv_lora_rank], w[p + "kv_a_layernorm.weight"], 1e-6)
-            k_rot = [rotate(key, t) for t, key in enumerate(down[:, c.kv_lora_rank :])]
-            features = latents @ w[p + "kv_b_proj.weight"].T
-        kv = features
-        if c.kv_gate != "none":
-            gates = w[p + "kv_gate_embed.weight"][ids] @ w[p + "kv_gate_proj.weight"].T
-            kv = features * gates if c.kv_gate == "multiply" else features + gates
-            if c.kv_gate_norm == "layer_norm":
-                centred = kv - kv.mean(-1, keepdim=True)
-                kv = centred / (centred.pow(2).mean(-1, keepdim=True) + c.kv_gate_norm_eps).sqrt()
-                kv = kv * w[p + "kv_gate_norm.weight"] + w[p + "kv_gate_norm.bias"]
-        queries, outputs = h @ w[p + "q_proj.weight"].T, []
-        for t in range(len(ids)):
-            heads = []
-            for head in range(H):
-                q = queries[t, head * (N + R) : (head + 1) * (N + R)]
-                k = kv[: t + 1, head * (N + V) : head * (N + V) + N]
-                v = kv[: t + 1, head * (N + V) + N : (head + 1) * (N + V)]
-                scores = k @ q[:N] + torch.stack(k_rot[: t + 1]) @ rotate(q[N:], t)
-                heads.append(torch.softmax(scores / math.sqrt(N + R), 0) @ v)
-            outputs.append(torch.cat(heads))
-        x = x + torch.stack(outputs) @ w[p + "o_proj.weight"].T
-        h = rms(x, w[f"model.layers.{layer}.post_attention_layernorm.weight"], c.rms_norm_eps)
-        p = f"model.layers.{layer}.mlp."
-        gated = torch.nn.functional.silu(h @ w[p + "gate_proj.weight"].T) * (h @ w[p + "up_proj.weight"].T)
-        x = x + gated @ w[p + "down_proj.weight"].T
-    return rms(x, w["model.norm.weight"], c.rms_norm_eps) @ w["model.embed_tokens.weight"].T
+def reference_logits(model, ids: torch.Tensor) -> torch.Tensor:
+    """Logits of one sequence, [T, V], from the equations."""
+    return reference.logits(model.config.to_dict(), model.state_dict(), ids[None])[0]
 
 
 def padded_batch(length: int = 40, distinct: int = 20):
@@ -114,7 +70,7 @@ def test_decoding_follows_the_equations(make_model, way, kv_gate, kv_gate_norm, 
     decode(model, "expanded", cache, ids, mask, (30,))
     logits = decode(model, way, cache, ids, mask, steps)
     for row, padding in enumerate(PADDING):
-        close(logits[row], reference_logits(model, ids[row, padding:].tolist())[-10:])
+        close(logits[row], reference_logits(model, ids[row, padding:])[-10:])
 
 
 @pytest.mark.parametrize("way", FAST)
@@ -126,7 +82,7 @@ def test_precomputed_gates(make_model, way):
     cache = make_cache(model)
     decode(model, "expanded", cache, ids, mask, (35,))
     logits = decode(model, way, cache, ids, mask, (1,) * 5)
-    close(logits[1], reference_logits(model, ids[1, 5:].tolist())[-5:])
+    close(logits[1], reference_logits(model, ids[1, 5:])[-5:])
 
 
 @pytest.mark.parametrize("form", ["none", "boolean", "additive", "additive per head"])
@@ -174,7 +130,7 @@ def test_row_that_is_all_padding(make_model, way):
     decode(model, "expanded", cache, ids, mask, (38,))
     logits = decode(model, way, cache, ids, mask, (1, 1))
     assert logits.isfinite().all()
-    close(logits[1], reference_logits(model, ids[1, 5:].tolist())[-2:])
+    close(logits[1], reference_logits(model, ids[1, 5:])[-2:])
 
 
 @pytest.mark.parametrize("way", FAST)
@@ -200,7 +156,7 @@ def test_bfloat16_is_as_exact_as_expanding(make_model, way, kv_gate, multiplies_
     monkeypatch.setattr("modeling_egmla.gate_egmla.CPU_MULTIPLIES_BF16", multiplies_bf16)
     model = make_model(kv_gate=kv_gate).to(torch.bfloat16)
     ids, mask = padded_batch()
-    expected = reference_logits(model, ids[0].tolist())[-8:]
+    expected = reference_logits(model, ids[0])[-8:]
     errors = []
     for decoding in ("expanded", way):
         cache = make_cache(model)
