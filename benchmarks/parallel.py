@@ -29,6 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 from modeling_egmla import EGMLAConfig, EGMLAForCausalLM
 from modeling_egmla.benchmark.text import token_ids
 from modeling_egmla.console import console, format_bytes, plain_table
+from modeling_egmla.gate_egmla import gate_table_parameters
 from modeling_egmla.training import parallel
 
 
@@ -61,8 +62,9 @@ def work(rank, processes, port, engine, config, length, steps, folder):
         wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
     else:
         wrapped = parallel.shard_model(model, mesh)
-    tables = [p for n, p in model.named_parameters() if "kv_gate_embed" in n]
-    rest = [p for n, p in model.named_parameters() if "kv_gate_embed" not in n]
+    tables = gate_table_parameters(model)
+    of_tables = set(tables)
+    rest = [parameter for parameter in model.parameters() if parameter not in of_tables]
     optimizer = torch.optim.AdamW([{"params": rest}, {"params": tables}], lr=1e-4, fused=True)
 
     rows = []

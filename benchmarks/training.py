@@ -22,43 +22,24 @@ from typing import Annotated
 import torch
 import transformers
 import typer
-from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import DeepseekV3ForCausalLM, LlamaForCausalLM
 
 from modeling_egmla import EGMLAConfig, EGMLAForCausalLM
+from modeling_egmla.benchmark.systems import Shape, library_config
 from modeling_egmla.benchmark.text import token_ids
 from modeling_egmla.console import console, format_bytes, plain_table
 
 
-# The paper's Base shape.
-SHAPE = {
-    "vocab_size": 50304,
-    "hidden_size": 768,
-    "intermediate_size": 1920,
-    "num_attention_heads": 12,
-    "max_position_embeddings": 4096,
-    "tie_word_embeddings": True,
-}
+PRESET = "egmla-base-kv256-emb256"
 NAMES = {"egmla": "EG-MLA", "our-mla": "our MLA", "mla": "library's MLA", "mha": "library's MHA"}
 
 
-def build(name: str, shape: dict, latent: int, table_width: int) -> torch.nn.Module:
+def build(name: str, shape: Shape) -> torch.nn.Module:
     """A fresh model by its name on the command line, in training mode."""
-    if name == "mha":
-        return LlamaForCausalLM(LlamaConfig(**shape)).train()
-    if name == "mla":
-        config = DeepseekV3Config(
-            **shape,
-            num_key_value_heads=shape["num_attention_heads"],
-            q_lora_rank=None,
-            kv_lora_rank=latent,
-            qk_nope_head_dim=64,
-            qk_rope_head_dim=64,
-            v_head_dim=64,
-            first_k_dense_replace=shape["num_hidden_layers"],
-        )
-        return DeepseekV3ForCausalLM(config).train()
-    gate = {"kv_gate": "none"} if name == "our-mla" else {"kv_gate_dim": table_width}
-    return EGMLAForCausalLM(EGMLAConfig(**shape, kv_lora_rank=latent, **gate)).train()
+    if name in ("mha", "mla"):
+        model_class = LlamaForCausalLM if name == "mha" else DeepseekV3ForCausalLM
+        return model_class(library_config(shape, name)).train()
+    return EGMLAForCausalLM(shape.egmla_config(name)).train()
 
 
 class Optimizer:
@@ -103,8 +84,6 @@ def main(
     layers: int = 12,
     sequences: int = 8,
     length: int = 1024,
-    latent: Annotated[int, typer.Option(help="kv_lora_rank")] = 256,
-    table_width: Annotated[int, typer.Option(help="kv_gate_dim")] = 256,
     precision: Annotated[str, typer.Option(help="bfloat16, float32, or autocast (float32 weights)")] = "bfloat16",
     optimizers: Annotated[str, typer.Option(help="of fused, foreach, loop, lazy; empty: none")] = "fused",
     steps: int = 5,
@@ -112,10 +91,10 @@ def main(
     output: Annotated[Path | None, typer.Option(help="where to write JSON")] = None,
 ) -> None:
     torch.manual_seed(0)
-    shape = {**SHAPE, "num_hidden_layers": layers}
-    batch = token_ids(sequences, length, shape["vocab_size"]).long()
+    shape = Shape.of(EGMLAConfig.from_preset(PRESET), layers)
+    batch = token_ids(sequences, length, shape.config.vocab_size).long()
     dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
-    models = {name: build(name, shape, latent, table_width).to(dtype) for name in systems.split(",")}
+    models = {name: build(name, shape).to(dtype) for name in systems.split(",")}
 
     def forward(model):
         with torch.autocast("cpu", torch.bfloat16, enabled=precision == "autocast"):
@@ -158,8 +137,7 @@ def main(
         "layers": layers,
         "batch": [sequences, length],
         "distinct_ids": len(batch.unique()),
-        "latent": latent,
-        "table_width": table_width,
+        "preset": PRESET,
         "precision": precision,
         "steps": steps,
         "clock": clock,

@@ -93,6 +93,8 @@ RECIPE = """\
 # {name} trained as in arXiv:2509.16686. Written by configuration/presets.py; copy it to change it.
 # "ours": the paper does not say, and this is our choice. Loss and scores of the paper's run are not promised by it.
 #   egmla train configuration/recipes/{name}.yaml
+# A stream that is resumed at step N is first read and tokenised again for N steps: for a run of days, and with disk
+# enough, take `streaming: false` and `dataset_split: "train[:13%]"`.
 model:
   preset: {name}
 tokenizer:

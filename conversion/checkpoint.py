@@ -8,7 +8,7 @@ long as their file stays open, so that memory would otherwise grow to the size o
 import json
 import math
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -17,7 +17,10 @@ import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import SafetensorError, safe_open
 
+from ..mapped_egmla import write_tensors
 
+
+WEIGHT_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 STEMS = ("model.safetensors", "pytorch_model.bin")  # names of the library's weight files, of which the first counts
 
 
@@ -160,50 +163,30 @@ def write_checkpoint(
         tensors: name to a meta tensor that has its shape and dtype, in the order of reading.
         read: gives a tensor by name.
         max_shard_size: bytes in a file, or e.g. `"5GB"`; a larger tensor gets a file of its own.
-        written: called with every name once its tensor is on the disk.
-
-    The layout of a file is safetensors': the length of a JSON header as 8 bytes, the header, the tensors' bytes. The
-    library's own writer wants all tensors of a file in memory at once.
+        written: called with every name once its tensor was written.
     """
+
+    def checked(names: list[str]) -> Iterator[torch.Tensor]:
+        for name in names:
+            tensor, meta = read(name), tensors[name]
+            if tensor.shape != meta.shape or tensor.dtype != meta.dtype:
+                raise ConversionError(
+                    f"Tensor {name} came out as {tuple(tensor.shape)}, {tensor.dtype}, instead of "
+                    f"{tuple(meta.shape)}, {meta.dtype}. This is a fault of the converter."
+                )
+            yield tensor
+            del tensor  # before the next one is read
+            written(name)
+
     split = split_torch_state_dict_into_shards(dict(tensors), max_shard_size=max_shard_size)
     for file, names in split.filename_to_tensors.items():
-        _write_safetensors(folder / file, {name: tensors[name] for name in names}, read, written)
+        names = sorted(names, key=lambda name: -tensors[name].dtype.itemsize)
+        write_tensors(
+            folder / file, {name: (tensors[name].dtype, tuple(tensors[name].shape)) for name in names}, checked(names)
+        )
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-
-
-# Element types of weights, and their names in safetensors files.
-WEIGHT_DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
-
-
-def _write_safetensors(
-    path: Path,
-    tensors: Mapping[str, torch.Tensor],
-    read: Callable[[str], torch.Tensor],
-    written: Callable[[str], None],
-) -> None:
-    header, end = {"__metadata__": {"format": "pt"}}, 0
-    # Wide elements first, so that every tensor starts at a multiple of its element's size.
-    names = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)
-    for name in names:
-        meta, begin = tensors[name], end
-        end += meta.numel() * meta.dtype.itemsize
-        header[name] = {"dtype": WEIGHT_DTYPES[meta.dtype], "shape": list(meta.shape), "data_offsets": [begin, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for name in names:
-            tensor = read(name)
-            if tensor.shape != tensors[name].shape or tensor.dtype != tensors[name].dtype:
-                raise ConversionError(
-                    f"Tensor {name} came out as {tuple(tensor.shape)}, {tensor.dtype}, instead of "
-                    f"{tuple(tensors[name].shape)}, {tensors[name].dtype}. This is a fault of the converter."
-                )
-            tensor.contiguous().flatten().view(torch.uint8).numpy().tofile(file)
-            del tensor
-            written(name)
 
 
 def _find_files(folder: Path) -> tuple[list[str], dict[str, str] | None]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import yaml
 
 from ..configuration import find_model
-from ..files import new_folder, umask
+from ..files import new_folder
 from . import cards
 from .verify import (
     VerificationError,
@@ -136,8 +136,9 @@ def export_model(
             (staging / "README.md").write_text(card, encoding="utf-8")
         if problems := check_code(staging) + check_special_ids(staging) + check_privacy(staging):
             raise VerificationError(folder, problems)
+        mode = (staging / "README.md").stat().st_mode
         for name in list_files(staging):
-            (staging / name).chmod(0o666 & ~umask())  # the library leaves weights readable to their owner only
+            (staging / name).chmod(mode)  # the library leaves weights readable to their owner only
         write_manifest(staging, model)
     return folder
 

@@ -193,19 +193,12 @@ class Layout:
         Raises:
             ConversionError: the layout has no place for it.
         """
-        return self._translate(name, self.tensors)
-
-    def ours(self, name: str) -> str:
-        """EG-MLA's name of the tensor that this layout calls `name`; as [`theirs`], read backwards."""
-        return self._translate(name, {theirs: ours for ours, theirs in self.tensors.items()})
-
-    def _translate(self, name: str, table: Mapping[str, str]) -> str:
-        if name in table:
-            return table[name]
+        if name in self.tensors:
+            return self.tensors[name]
         for match in re.finditer(r"(?<=\.)\d+(?=\.)", name):
             pattern = f"{name[: match.start()]}{{n}}{name[match.end() :]}"
-            if pattern in table:
-                return table[pattern].replace("{n}", match.group())
+            if pattern in self.tensors:
+                return self.tensors[pattern].replace("{n}", match.group())
         raise ConversionError(f"Layout {self.name} has no place for tensor {name}.")
 
     def is_derived(self, name: str) -> bool:

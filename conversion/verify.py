@@ -37,6 +37,7 @@ IMPORTABLE = sys.stdlib_module_names | {"huggingface_hub", "numpy", "packaging",
 OWN_PACKAGES = {"modeling_egmla", "configuration", "conversion", "model_cards"}
 # A name with a slash in one of these is a kernel on the Hub.
 KERNEL_FIELDS = [f"{prefix}{kind}_implementation" for prefix in ("", "_") for kind in ("attn", "experts")]
+TEXTS = (".json", ".yaml", ".yml", ".md", ".txt", ".jinja", ".py")
 HUB_TOKEN = re.compile(rb"\bhf_[A-Za-z0-9]{30,}")
 NUM_FORWARD_IDS = 16
 # Relative error between the forward pass at export and at verification, ||a - b|| / ||b||, by dtype.
@@ -360,13 +361,13 @@ def check_privacy(folder: Path) -> list[str]:
     problems = []
     for name in list_files(folder):
         path = folder / name
-        if path.suffix in (".json", ".yaml", ".md", ".txt") and HUB_TOKEN.search(path.read_bytes()):
+        if path.suffix in TEXTS and HUB_TOKEN.search(path.read_bytes()):
             problems.append(f"{name} holds a token of the Hub: remove it, and revoke it on the Hub.")
         if path.suffix == ".json" and path.stem not in ("tokenizer", "vocab"):  # those hold tokens like "/"
             for field, value in _strings(read_json(path)):
                 if _is_private_path(value):
                     problems.append(f"`{field}` in {name} is the path {value!r}: remove it.")
-        elif path.suffix in (".md", ".txt", ".jinja", ".py", ".yaml"):
+        elif path.suffix in TEXTS:
             text = path.read_text(encoding="utf-8", errors="replace")
             places = {str(Path.home()), str(Path.cwd()), tempfile.gettempdir()} - {"/", "/tmp"}
             found = [place for place in sorted(places) if re.search(re.escape(place) + r"[/\\]", text)]

@@ -7,7 +7,6 @@ of.
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from copy import deepcopy
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
@@ -191,7 +190,7 @@ def match_tensors(
 
 def with_config(config: EGMLAConfig, **changes) -> EGMLAConfig:
     """A copy of a config with some fields changed, checked again."""
-    values = deepcopy(config).to_dict()
+    values = config.to_dict()
     for derived in ("model_type", "transformers_version", "architectures", "auto_map"):
         values.pop(derived, None)
     return EGMLAConfig(**{**values, **changes})

@@ -45,7 +45,8 @@ ROPE_KEYS = {
 class EGMLAConfig(PreTrainedConfig):
     r"""
     Configuration of an EG-MLA decoder. The defaults are the paper's Base model with a latent of 64 and gate tables of
-    256 (preset `egmla-base-kv64-emb256`). A field that cannot work raises a `ValueError` that names it.
+    256 (preset `egmla-base-kv64-emb256`). A field that cannot work raises a `ValueError` that names it; one
+    of another type, the `StrictDataclassFieldValidationError` of all configurations.
 
     Args:
         vocab_size (`int`, defaults to 50304):
@@ -114,11 +115,6 @@ class EGMLAConfig(PreTrainedConfig):
         "layers.*": "free_full_weight",
         "norm": "keep_full_weight",
     }
-    base_model_pp_plan = {
-        "embed_tokens": (["input_ids"], ["inputs_embeds"]),
-        "layers": (["hidden_states", "attention_mask"], ["hidden_states"]),
-        "norm": (["hidden_states"], ["hidden_states"]),
-    }
 
     vocab_size: int = 50304
     hidden_size: int = 768
@@ -162,6 +158,9 @@ class EGMLAConfig(PreTrainedConfig):
                 )
         super().__post_init__(**kwargs)
         self.check()
+        if self.layer_group_size > 1:  # layers whose weights are gone again would read the first one's up-projection
+            shared = {"layers.*.self_attn.kv_b_proj": "free_full_weight"}
+            self.base_model_fsdp_plan = shared | self.base_model_fsdp_plan
 
     def check(self):
         """Raises a `ValueError` that names the first field that cannot work."""

@@ -52,9 +52,10 @@ def select_decoding(attention: nn.Module, query_BHSK: torch.Tensor, mask: torch.
     """
     Returns the way to compute attention, "expanded", "tiles" or "grouped".
 
-    `attention.kv_decoding` names it, or leaves it to measurements ("auto", see docs/decoding.md); one that cannot be
-    used gives way to one that can. "grouped" reads weights, which must be torch's own, and is not compiled; neither
-    knows gradients, autocast, masks other than those of `sdpa`, or a cache whose filled length is not on the host.
+    `attention.kv_decoding` names it, or leaves it to measurements on CPUs ("auto", see docs/decoding.md); one that
+    cannot be used gives way to one that can. "grouped" reads weights, which must be torch's own, and is not compiled;
+    neither knows gradients, autocast, masks other than those of `sdpa`, or a cache whose filled length is not on the
+    host.
     """
     wanted, S = attention.kv_decoding, query_BHSK.shape[2]
     if (
@@ -74,6 +75,8 @@ def select_decoding(attention: nn.Module, query_BHSK: torch.Tensor, mask: torch.
     if is_compiling and (mask is None or not layer.is_compileable):
         return "expanded"
     if wanted == "auto":
+        if query_BHSK.device.type != "cpu":
+            return "expanded"  # grouping and tiles are many small calls; nothing was measured elsewhere
         length = layer.get_max_length() if is_compiling else int(layer.get_seq_length())
         if length * attention.config.kv_width < MIN_FEATURES or S > MAX_QUERIES_TILES:
             return "expanded"

@@ -3,10 +3,10 @@
 import ctypes
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from uuid import uuid4
 
 
 @contextmanager
@@ -27,10 +27,10 @@ def new_folder(target: str | Path, overwrite: bool = False) -> Iterator[Path]:
     target = Path(target).absolute()
     refuse_existing(target, overwrite)
     target.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f".{target.name}.partial-", dir=target.parent))
+    partial = _beside(target, "partial")
+    partial.mkdir()
     try:
         yield partial
-        partial.chmod(0o777 & ~umask())  # mkdtemp makes folders that only their owner can read
         refuse_existing(target, overwrite)
         publish(partial, target)
     finally:
@@ -53,6 +53,11 @@ def refuse_existing(target: Path, overwrite: bool) -> None:
         )
 
 
+def _beside(target: Path, what: str) -> Path:
+    """A hidden name of its own in the folder of `target`."""
+    return target.with_name(f".{target.name}.{what}-{uuid4().hex[:8]}")
+
+
 def leftovers(target: str | Path) -> list[Path]:
     """Temporary folders that killed processes left beside `target`."""
     target = Path(target).absolute()
@@ -67,7 +72,7 @@ def publish(partial: Path, target: Path) -> None:
     elif _exchange(partial, target):
         shutil.rmtree(partial, ignore_errors=True)  # the old folder now
     else:
-        old = Path(tempfile.mkdtemp(prefix=f".{target.name}.old-", dir=target.parent))
+        old = _beside(target, "old")
         os.rename(target, old)
         try:
             os.rename(partial, target)
@@ -112,21 +117,13 @@ def write_whole(path: str | Path, text: str) -> None:
     """Writes a text file that has its old content or the new one, whenever the process dies."""
     path = Path(path).absolute()
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, partial = tempfile.mkstemp(prefix=f".{path.name}.partial-", dir=path.parent)
+    partial = _beside(path, "partial")
     try:
-        with open(descriptor, "w", encoding="utf-8") as file:
+        with open(partial, "x", encoding="utf-8") as file:
             file.write(text)
-        os.chmod(partial, 0o666 & ~umask())  # mkstemp makes files that only their owner can read
-        _sync(Path(partial))
+        _sync(partial)
         os.replace(partial, path)
     except BaseException:
-        Path(partial).unlink(missing_ok=True)
+        partial.unlink(missing_ok=True)
         raise
     _sync(path.parent)
-
-
-def umask() -> int:
-    """Permissions that new files do not get."""
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

@@ -45,7 +45,8 @@ NEEDS_GATES_FILE = (
     "projected from."
 )
 
-CPU_MULTIPLIES_BF16 = torch.cpu._is_avx512_bf16_supported()
+# Of torch's private functions, so that it may be gone one day: float32 is right everywhere, if not as fast.
+CPU_MULTIPLIES_BF16 = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)()
 
 
 class EGMLAGateProjection(nn.Linear):
@@ -87,6 +88,11 @@ def project(linear: nn.Module, x: torch.Tensor) -> torch.Tensor:
 def token_gates(model: nn.Module) -> "list[TokenGate]":
     """Attention modules with a gate, by layer."""
     return [module for module in model.modules() if isinstance(module, TokenGate) and module.kv_gate != "none"]
+
+
+def gate_table_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Weights of the gate tables, and of adapters on them."""
+    return [parameter for name, parameter in model.named_parameters() if "kv_gate_embed" in name]
 
 
 class Sources:

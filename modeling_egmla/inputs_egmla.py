@@ -15,7 +15,7 @@ NO_VIRTUAL_TOKENS = (
 )
 
 
-def begins_again(position_ids: torch.Tensor | None) -> bool:
+def has_packed_documents(position_ids: torch.Tensor | None) -> bool:
     """
     Whether rows hold several documents, told apart by positions that begin again. A compiled model cannot look, and
     takes it that they may: the library's mask then looks itself.

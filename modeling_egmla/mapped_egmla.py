@@ -1,13 +1,13 @@
-"""Safetensors files of gate tables: mapped and read row by row, written piece by piece."""
+"""Safetensors files: gate tables mapped and read row by row, tensors written piece by piece."""
 
 import json
+import math
 import mmap
 import os
 import re
 from collections.abc import Iterable
 
 import torch
-from transformers.modeling_utils import _add_variant
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 
@@ -87,20 +87,24 @@ def read_header(path: str) -> tuple[dict, int]:
             raise ValueError(f"{path} is no safetensors file ({error}): write or download it again.") from error
 
 
-def write_tables(
-    path: str, tables: dict[str, tuple[torch.dtype, tuple[int, int]]], chunks: Iterable[torch.Tensor]
+def write_tensors(
+    path: str | os.PathLike,
+    tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]],
+    chunks: Iterable[torch.Tensor],
 ) -> None:
     """
-    Writes a safetensors file piece by piece, so that it may be larger than memory; it appears whole or not at all.
+    Writes a safetensors file piece by piece, so that it may be larger than memory; it appears whole or not at all. The
+    library's own writer wants all tensors of a file in memory at once.
 
     Args:
-        tables: dtype and shape of each tensor, by name, in the order of their `chunks`.
+        tensors: dtype and shape of each tensor, by name, in the order of their `chunks`; wide elements first, if each
+            is to begin at a multiple of its element's size.
         chunks: pieces of them, one after the other.
     """
-    header, offset = {}, 0
+    header, offset = {"__metadata__": {"format": "pt"}}, 0
     names = {dtype: name for name, dtype in FILE_DTYPES.items()}
-    for name, (dtype, shape) in tables.items():
-        end = offset + shape[0] * shape[1] * dtype.itemsize
+    for name, (dtype, shape) in tensors.items():
+        end = offset + math.prod(shape) * dtype.itemsize
         header[name] = {"dtype": names[dtype], "shape": list(shape), "data_offsets": [offset, end]}
         offset = end
     encoded = json.dumps(header).encode()
@@ -110,7 +114,8 @@ def write_tables(
         with open(partial, "wb") as file:
             file.write(len(encoded).to_bytes(8, "little") + encoded)
             for chunk in chunks:
-                file.write(chunk.contiguous().view(torch.uint8).numpy().data)
+                file.write(chunk.contiguous().flatten().view(torch.uint8).numpy().data)
+                del chunk  # before the next one is made
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, path)
@@ -132,15 +137,19 @@ def find_tables(checkpoint: str, suffix: str, variant: str | None = None, **down
         ValueError: there are no safetensors files.
     """
 
+    def with_variant(name: str) -> str:
+        stem, _, extension = name.partition(".")
+        return name if variant is None else f"{stem}.{variant}.{extension}"
+
     def file_of(name: str) -> str | None:
         if not checkpoint:
             return None
         return cached_file(checkpoint, name, _raise_exceptions_for_missing_entries=False, **download)
 
-    weights_name = _add_variant(SAFE_WEIGHTS_NAME, variant)
+    weights_name = with_variant(SAFE_WEIGHTS_NAME)
     if path := file_of(weights_name):
         files = dict.fromkeys(read_header(path)[0], path)
-    elif path := file_of(_add_variant(SAFE_WEIGHTS_INDEX_NAME, variant)):
+    elif path := file_of(with_variant(SAFE_WEIGHTS_INDEX_NAME)):
         with open(path) as index:
             shards = json.load(index)["weight_map"]
         files = {name: file_of(shard) for name, shard in shards.items() if name.endswith(suffix)}

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import initialization as init
 from transformers.cache_utils import Cache
+from transformers.distributed import DistributedConfig
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_flash_attention_utils import FlashAttentionKwargs
 from transformers.modeling_layers import (
@@ -43,7 +44,7 @@ from .configuration_egmla import EGMLAConfig
 from .decoding_egmla import KV_DECODINGS, decode, select_decoding
 from .gate_egmla import EGMLAGateProjection, TokenGate, project, token_gates
 from .generation_egmla import EGMLAGenerationMixin
-from .inputs_egmla import begins_again, check_cache, find_token_ids
+from .inputs_egmla import check_cache, find_token_ids, has_packed_documents
 from .placement_egmla import EGMLAGatePlacement
 
 
@@ -306,16 +307,27 @@ class EGMLAPreTrainedModel(EGMLAGatePlacement, PreTrainedModel):
         if isinstance(module, EGMLAGateProjection):
             init.normal_(module.weight, mean=0.0, std=module.in_features**-0.5)
 
+    @classmethod
+    def prepare_distribute_model(cls, distributed_config, device_map=None):
+        """As the library's, without pipelines: later stages would have neither token ids nor a group's latents."""
+        config = distributed_config
+        if isinstance(config, dict):
+            config = DistributedConfig.from_dict(config)
+        if config is not None and config.pp_size > 1:
+            raise ValueError("`pp_size` must be 1: stages behind the first would have no token ids. Use `fsdp_size`.")
+        return super().prepare_distribute_model(distributed_config, device_map)
+
     def set_kv_decoding(self, decoding: str = "auto") -> None:
         """
         Chooses how new tokens attend to the cached history; results are the same up to rounding (docs/decoding.md).
 
         Args:
-            decoding: `"auto"` chooses by size, as measured. `"expanded"` makes keys and values of the whole history,
-                as prefill does; `"tiles"` makes them piece by piece, in bounded memory. `"grouped"` makes none: it
-                takes the query to the latents, once for each distinct token id; with an adapter on `kv_b_proj`, with
-                quantised or offloaded weights, or compiled, it gives way to `"tiles"`. In training, where gradients
-                are recorded, under autocast and with attention implementations other than `sdpa`, all is `"expanded"`.
+            decoding: `"auto"` chooses by size, as measured on CPUs, and on other devices is `"expanded"`, which makes
+                keys and values of the whole history, as prefill does; `"tiles"` makes them piece by piece, in bounded
+                memory. `"grouped"` makes none: it takes the query to the latents, once for each distinct token id;
+                with an adapter on `kv_b_proj`, with quantised or offloaded weights, or compiled, it gives way to
+                `"tiles"`. In training, where gradients are recorded, under autocast and with attention implementations
+                other than `sdpa`, all is `"expanded"`.
 
         Raises:
             ValueError: there is no such way.
@@ -423,7 +435,7 @@ class EGMLAModel(EGMLAPreTrainedModel):
             inputs_embeds = self.embed_tokens(input_ids)
 
         # With a cache the library's mask overlooks documents packed into one row; a new cache is not needed for it.
-        is_packed = cache is None and attention_mask is None and begins_again(position_ids)
+        is_packed = cache is None and attention_mask is None and has_packed_documents(position_ids)
         if use_cache and cache is None:
             cache = EGMLACache(self.config)
         if cache is not None:
@@ -434,7 +446,7 @@ class EGMLAModel(EGMLAPreTrainedModel):
             position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + past_seen_tokens
             position_ids = position_ids.unsqueeze(0)
 
-        self.bring_kv_gates((layer.self_attn for layer in self.layers), token_ids, cache)
+        self.prefetch_kv_gates((layer.self_attn for layer in self.layers), token_ids, cache)
         causal_mask = create_causal_mask(
             config=self.config,
             inputs_embeds=inputs_embeds,
@@ -475,7 +487,6 @@ class EGMLAForCausalLM(EGMLAPreTrainedModel, EGMLAGenerationMixin):
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
     _tp_plan = {"lm_head": "colwise_gather_output"}
-    _pp_plan = {"lm_head": (["hidden_states"], ["logits"])}
     _fsdp_plan = {"lm_head": "keep_full_weight"}
 
     def __init__(self, config: EGMLAConfig):
@@ -564,7 +575,8 @@ class EGMLAForTokenClassification(GenericForTokenClassification, EGMLAPreTrained
         EGMLAPreTrainedModel.__init__(self, config)  # as above
         self.num_labels = config.num_labels
         self.model = EGMLAModel(config)
-        self.dropout = nn.Dropout(getattr(config, "classifier_dropout", None) or 0.0)
+        dropout = getattr(config, "classifier_dropout", None)
+        self.dropout = nn.Dropout(0.1 if dropout is None else dropout)  # the generic class's default
         self.score = nn.Linear(config.hidden_size, self.num_labels)
         self.post_init()
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from .gate_egmla import TokenGate, token_gates
-from .mapped_egmla import find_tables, write_tables
+from .mapped_egmla import find_tables, write_tensors
 from .table_egmla import (
     POOL_ROWS,
     GateRowPool,
@@ -215,7 +215,7 @@ class EGMLAGatePlacement:
                 if row_dtype == torch.int8:
                     yield torch.cat(scales).cpu()
 
-        write_tables(path, tables, chunks())
+        write_tensors(path, tables, chunks())
 
     def kv_gate_statistics(self) -> GateStatistics:
         """Where the tables are that gates are looked up in, and what was brought to the device since."""
@@ -226,7 +226,7 @@ class EGMLAGatePlacement:
         pool = self.base_model.kv_gate_pool
         return GateStatistics(**sizes, **(pool.statistics() if pool is not None else {}))
 
-    def bring_kv_gates(self, gates: Iterable[TokenGate], token_ids: torch.Tensor, cache) -> None:
+    def prefetch_kv_gates(self, gates: Iterable[TokenGate], token_ids: torch.Tensor, cache) -> None:
         """
         Brings the rows to the device that `gates` look up in a forward pass of the decoder: of new tokens and, where
         the cache holds latents, of the history.

@@ -226,12 +226,11 @@ def test_yaml_layout_named_as_a_built_in_one(tmp_path):
     assert json.loads((tmp_path / "theirs/config.json").read_text())["emb_dim"] == TINY["kv_gate_dim"]
 
 
-def test_layouts_translate_both_ways():
-    """Every table is one-to-one: reading it backwards gives the name back."""
+def test_layouts_are_one_to_one():
+    """No two of our tensors have one place in a layout."""
     for layout in LAYOUTS.values():
-        for ours in layout.tensors:
-            name = ours.replace("{n}", "11")
-            assert layout.ours(layout.theirs(name)) == name
+        theirs = {layout.theirs(ours.replace("{n}", "11")) for ours in layout.tensors}
+        assert len(theirs) == len(layout.tensors)
 
 
 def test_bin_shards(sources, copied, tmp_path):

@@ -345,6 +345,21 @@ def test_auto_choice(make_model):
         assert select(model, cache, 17, torch.ones(1, 1, 17, 6000, dtype=torch.bool)) == "expanded"
 
 
+def test_accelerators_expand_by_default(make_model, monkeypatch):
+    """What was measured on CPUs chooses there alone; elsewhere the fast ways are taken when they are named."""
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: False)  # does not know "meta"
+    model = make_model().to("meta")
+    cache = make_cache(model)
+    states = [[torch.empty(1, 1, 6000, width, device="meta")] * 2 for width in (16, 6)]
+    cache.fill(*states, torch.empty(1, 6000, dtype=torch.int, device="meta"))
+    attention = model.model.layers[0].self_attn
+    query = torch.empty(1, attention.num_heads, 1, attention.qk_head_dim, device="meta")
+    with torch.no_grad():
+        assert select_decoding(attention, query, None, cache) == "expanded"
+        model.set_kv_decoding("tiles")
+        assert select_decoding(attention, query, None, cache) == "tiles"
+
+
 def test_unknown_decoding(make_model):
     """A name that means nothing raises and lists those that do."""
     with pytest.raises(ValueError, match="'expanded', 'tiles', 'grouped'"):

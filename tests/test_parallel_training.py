@@ -225,6 +225,39 @@ def test_plans_of_the_model_train(tmp_path, how):
     run_on(2, check_loaded, tmp_path, how)
 
 
+def check_groups_decode(folder):
+    """Every way to decode reads the up-projection that a layer group shares, though the layer that has it is sharded."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    ids = torch.arange(24).view(1, 24) % 7
+    expected = tiny_model(layer_group_size=2)(ids).logits
+    config = DistributedConfig(fsdp_size=dist.get_world_size())
+    models = [
+        parallel.shard_model(tiny_model(layer_group_size=2), mesh),
+        AutoModelForCausalLM.from_pretrained(folder, distributed_config=config),
+    ]
+    for model in models:
+        for way in ("expanded", "tiles", "grouped"):
+            model.set_kv_decoding(way)
+            with torch.no_grad():
+                cache = model(ids[:, :-2], use_cache=True).cache
+                logits = model(ids[:, -2:], cache=cache).logits
+            torch.testing.assert_close(logits, expected[:, -2:], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.slow  # starts two processes
+def test_sharded_layer_groups_decode(tmp_path):
+    tiny_model(layer_group_size=2).save_pretrained(tmp_path)
+    run_on(2, check_groups_decode, tmp_path)
+
+
+def test_pipelines_are_refused(tmp_path):
+    """Later stages would have no token ids: an error before anything is loaded or any process waits for another."""
+    tiny_model().save_pretrained(tmp_path)
+    for config in (DistributedConfig(pp_size=2), {"pp_size": 2}):
+        with pytest.raises(ValueError, match="`pp_size` must be 1"):
+            AutoModelForCausalLM.from_pretrained(tmp_path, distributed_config=config)
+
+
 def check_errors():
     def cut(model, message):
         with pytest.raises(ValueError, match=message):

@@ -16,7 +16,7 @@ from minihub import MiniHub
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, CompileConfig
 
 from modeling_egmla import EGMLACache, EGMLAForCausalLM, EGMLAModel
-from modeling_egmla.mapped_egmla import MappedTensor, write_tables
+from modeling_egmla.mapped_egmla import MappedTensor, write_tensors
 from modeling_egmla.table_egmla import GateRowPool, PlacedTable, narrow, widen
 
 
@@ -639,14 +639,14 @@ def test_files_appear_whole_or_not_at_all(tmp_path):
     """A process that ends while it writes leaves the old file."""
     path = tmp_path / "table.safetensors"
     rows = torch.randn(5, 3)
-    write_tables(path, {"rows": (torch.float32, (5, 3))}, [rows[:2], rows[2:]])
+    write_tensors(path, {"rows": (torch.float32, (5, 3))}, [rows[:2], rows[2:]])
 
     def broken():
         yield rows[:2]
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        write_tables(path, {"rows": (torch.float32, (5, 3))}, broken())
+        write_tensors(path, {"rows": (torch.float32, (5, 3))}, broken())
     assert torch.equal(MappedTensor(path, "rows").tensor, rows)
     assert [file.name for file in tmp_path.iterdir()] == ["table.safetensors"]
 

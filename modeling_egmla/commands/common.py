@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+from huggingface_hub.errors import StrictDataclassError
 from typer.core import TyperGroup
 
 
@@ -44,7 +45,7 @@ class Commands(TyperGroup):
     def invoke(self, ctx: typer.Context) -> Any:
         try:
             return super().invoke(ctx)
-        except (ValueError, OSError, ImportError) as error:
+        except (ValueError, OSError, ImportError, StrictDataclassError) as error:
             if os.environ.get(DEBUG) or getattr(error, "errno", None) == errno.EPIPE:
                 raise
             is_list = hasattr(error, "problems")  # a VerificationError, a line for each thing that is wrong

@@ -57,7 +57,9 @@ def convert(
     ] = None,
     rotary: Annotated[
         Literal["position", "energy", "heads"],
-        typer.Option(help="Which: what loses most without rotation, or has most energy; heads: not mixed before."),
+        typer.Option(
+            help="Which channels stay rotary: those that lose most without, or the strongest; heads: not mixed."
+        ),
     ] = "position",
     gate: Annotated[
         Literal["none", "multiply", "add"],

@@ -1,6 +1,5 @@
 """`egmla distill`: heal a converted model with its source as teacher."""
 
-import os
 from pathlib import Path
 from typing import Annotated
 
@@ -24,8 +23,10 @@ def distill(
     - `egmla distill distill-smollm2.yaml`
     """
     need("train", "accelerate", "datasets")
+    from accelerate import PartialState
+
     from ..training.distill import distill as run
 
     report = run(recipe)
-    if int(os.environ.get("RANK", "0")) == 0:  # of several processes one speaks
+    if PartialState().is_main_process:  # of several processes one speaks
         console().print(summary(report))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from ..console import console, format_bytes, plain_table
-from .common import Device, Dtype, Gates, Placed, PoolRows, TrustRemoteCode, check_pool_rows, load_model
+from .common import Device, Dtype, Gates, Placed, PoolRows, TrustRemoteCode, check_pool_rows, load_config, load_model
 
 
 if TYPE_CHECKING:
@@ -23,7 +23,10 @@ def generate(
     ] = None,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", min=1, help="Tokens to add.")] = 100,
     temperature: Annotated[float, typer.Option(min=0.0, help="Below 1 safer, above 1 wilder; 0 is greedy.")] = 0.8,
-    top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="Draw from the likeliest tokens up to this.")] = 0.95,
+    top_p: Annotated[
+        float,
+        typer.Option(min=0.0, max=1.0, help="Sample from the fewest tokens that have this probability together."),
+    ] = 0.95,
     greedy: Annotated[bool, typer.Option("--greedy", help="Take the likeliest token always.")] = False,
     seed: Annotated[int | None, typer.Option(help="Make the draws repeatable.")] = None,
     cache: Annotated[
@@ -72,12 +75,9 @@ def generate(
     if gates == "projected":
         kv_gates["dtype"] = tables_dtype
     is_placed = (gates, placement, tables_dtype) != ("projected", "device", None)
+    if model is not None:
+        load_config(model, trust_remote_code)  # refuses models of another type before their weights are read
     language_model, tokenizer = load_model(model, device, dtype, trust_remote_code, kv_gates if is_placed else None)
-    if language_model.config.model_type != "egmla":
-        raise ValueError(
-            f"{model} is a model of type {language_model.config.model_type}, but this command is for EG-MLA models; "
-            "`egmla eval` takes any."
-        )
     if is_mapped:
         if not gates_file.exists():
             language_model.save_kv_gates(gates_file, tables_dtype)

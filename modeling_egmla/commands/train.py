@@ -1,7 +1,6 @@
 """`egmla train`: pretrain or fine-tune by a recipe."""
 
 import importlib.resources
-import os
 from pathlib import Path
 from typing import Annotated
 
@@ -26,6 +25,7 @@ def train(
     """
     need("train", "accelerate", "datasets")
     path = find_recipe(recipe)
+    from accelerate import PartialState
     from transformers.utils import logging
 
     from .. import training
@@ -33,7 +33,7 @@ def train(
     logging.disable_progress_bar()  # that of loading weights; training keeps its own
 
     report = training.train(path)
-    if int(os.environ.get("RANK", "0")) != 0:
+    if not PartialState().is_main_process:
         return  # of several processes one speaks
     console().print(summary(report))
     if not is_installed("matplotlib"):

@@ -139,7 +139,8 @@ def shard_gate_tables(model: nn.Module, mesh: DeviceMesh | None = None) -> None:
 def shard_model(model: nn.Module, mesh: DeviceMesh, **options) -> nn.Module:
     """
     Shards parameters, gradients and optimizer state by FSDP2: each gate table is a unit of its own, each decoder layer
-    another, and the rest one more. Tables that [`shard_gate_tables`] has cut stay as they are.
+    another, and the rest one more; the up-projection that a layer group shares is one as well. Tables that
+    [`shard_gate_tables`] has cut stay as they are.
 
     Args:
         model: an EG-MLA model; process 0's weights and buffers count, as with DDP.
@@ -156,7 +157,9 @@ def shard_model(model: nn.Module, mesh: DeviceMesh, **options) -> nn.Module:
         if tensor not in cut:
             dist.broadcast(tensor.data, group=mesh.get_group(), group_src=0)
     layers = [module for module in model.modules() if isinstance(module, EGMLADecoderLayer)]
-    for module in [*whole, *layers, model]:
+    owners = [layer.self_attn for layer in layers if layer.self_attn.owns_latent]
+    shared = [owner.kv_b_proj for owner in owners if owner.config.layer_group_size > 1]
+    for module in [*whole, *shared, *layers, model]:
         fully_shard(module, mesh=mesh, ignored_params=cut, **options)
     return model
 

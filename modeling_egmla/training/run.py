@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import yaml
 from datasets import Dataset, IterableDataset
+from huggingface_hub.errors import StrictDataclassError
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from transformers import (
     AutoTokenizer,
@@ -31,6 +32,7 @@ from ..configuration import find_model
 from ..configuration_egmla import SPECIAL_IDS, EGMLAConfig
 from ..conversion.vocabulary import ids_without_token
 from ..files import write_whole
+from ..gate_egmla import gate_table_parameters
 from ..modeling_egmla import EGMLAForCausalLM
 from .data import (
     bits_per_byte,
@@ -94,7 +96,7 @@ def load_model(path: str, key: str, model_class: type = EGMLAForCausalLM) -> Pre
         )
     except RecipeError:
         raise
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, StrictDataclassError) as error:
         raise RecipeError(f"`{key}`: {path} cannot be loaded: {error}") from error
     mismatched = {name for name, *_ in info["mismatched_keys"]}
     if lacking := sorted(mismatched | set(info["missing_keys"])):
@@ -124,7 +126,7 @@ def build_model(recipe: ModelRecipe, tokenizer, seed: int) -> EGMLAForCausalLM:
         fields_given = {"vocab_size": len(tokenizer), **preset, **(recipe.config or {}), **special_ids}
         try:
             config = EGMLAConfig.from_dict(fields_given)
-        except ValueError as error:
+        except (ValueError, StrictDataclassError) as error:
             raise RecipeError(f"`model.config`: {error}") from error
         torch.manual_seed(seed)
         model = EGMLAForCausalLM(config)
@@ -504,7 +506,7 @@ def train(recipe_path: str | Path) -> dict[str, Any]:
         )
     sizes = {
         "parameters": model.num_parameters(),
-        "gate_table_parameters": sum(p.numel() for n, p in model.named_parameters() if "kv_gate_embed" in n),
+        "gate_table_parameters": sum(table.numel() for table in gate_table_parameters(model)),
     }
     use_cache = model.config.use_cache  # Trainer turns it off.
     generation = {**(model.generation_config.to_diff_dict() if trained else {}), **recipe.generation}

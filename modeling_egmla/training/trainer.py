@@ -14,6 +14,7 @@ from transformers import EvalPrediction, Trainer, TrainerCallback
 from transformers.trainer_utils import rotate_checkpoints
 
 from ..files import publish, write_whole
+from ..gate_egmla import gate_table_parameters
 from . import parallel
 from .log import read_log
 from .recipe import GateTablesRecipe
@@ -41,7 +42,7 @@ class EGMLATrainer(Trainer):
             return self.optimizer
         model = self.model if model is None else model
         optimizer = super().create_optimizer(model)
-        tables = [p for name, p in model.named_parameters() if "kv_gate_embed" in name and p.requires_grad]
+        tables = [parameter for parameter in gate_table_parameters(model) if parameter.requires_grad]
         apart = set(map(id, tables))
         for group in optimizer.param_groups:
             group["params"] = [parameter for parameter in group["params"] if id(parameter) not in apart]
