@@ -189,6 +189,8 @@ def convert(
     source_layout, raw_config = _source_layout(source, layout, config_file)
     target_layout = get_layout(to or "egmla")
     gates = GateStart(gate, gate_dim, gate_norm)
+    if threshold is not None and not threshold >= 0:
+        raise ConversionError(f"--threshold must be a number of 0 or more, but is {threshold}.")
     if source_layout.name == "llama":
         if latent is None or calibration is None:
             raise ConversionError(

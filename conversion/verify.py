@@ -23,6 +23,7 @@ from huggingface_hub.utils import DEFAULT_IGNORE_PATTERNS, filter_repo_objects
 from safetensors import SafetensorError
 
 from ..configuration_egmla import SPECIAL_IDS
+from ..loading import misfits, not_floating
 from . import fresh_load
 from .vocabulary import ids_without_token, load_tokenizer
 
@@ -222,13 +223,14 @@ def load_model(folder: Path, dtype: str = "auto"):
             attn_implementation="sdpa",  # and not what the config may name
             local_files_only=True,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,
         )
-    except (ValueError, OSError, RuntimeError, SafetensorError, StrictDataclassError) as error:
+    except (ValueError, OSError, RuntimeError, KeyError, SafetensorError, StrictDataclassError) as error:
         raise VerificationError(folder, [f"the model does not load: {error}"]) from error
-    for kind, names in info.items():
-        if names:
-            names = ", ".join(sorted(map(str, names))[:5])
-            raise VerificationError(folder, [f"the weights do not fit config.json: {kind.replace('_', ' ')} {names}."])
+    if problem := misfits(info):
+        raise VerificationError(folder, [f"the weights do not fit config.json: {problem}."])
+    if names := not_floating(folder):
+        raise VerificationError(folder, [f"{names[0]} holds whole numbers, so its fractions are gone."])
     return model
 
 

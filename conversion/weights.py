@@ -147,6 +147,9 @@ def match_tensors(
     rest = [name for name in checkpoint.tensors if name not in used]
     derived = tuple(name for name in rest if layout.is_derived(name))
     dropped = tuple(name for name in rest if name not in derived and any(fnmatchcase(name, p) for p in drop))
+    for pattern in drop:
+        if not any(fnmatchcase(name, pattern) for name in rest):
+            raise ConversionError(f"--drop {pattern} names no tensor of the source that could be left out.")
     duplicates = tuple(
         name
         for name in rest

@@ -324,6 +324,13 @@ class EGMLAStaticLayer(_MovesTogether, _StaticBatch):
                     f"The cache has room of shape {tuple(room.shape)}, to which {tuple(new.shape)} cannot be written: "
                     "the batch size or the model changed. Use a new cache, or reorder this one first."
                 )
+        if not torch.compiler.is_compiling() and self.keys.device.type == "cpu":  # elsewhere it would wait
+            length = int(self.cumulative_length) + key_states.shape[-2]
+            if length > self.max_cache_len:
+                raise ValueError(
+                    f"The static cache has room for {self.max_cache_len} tokens, but {length} are to be in it: make "
+                    "one with a larger `max_cache_len`."
+                )
         if self.holds_token_ids:
             cache_position = torch.arange(token_ids.shape[1], device=self.device) + self.cumulative_length
             self.token_ids.index_copy_(1, cache_position, token_ids.to(self.device, torch.int32))
@@ -508,6 +515,8 @@ class EGMLAStaticCache(_LatentCache):
     """
 
     def __init__(self, config: EGMLAConfig, max_cache_len: int, offloading: bool = False):
+        if max_cache_len < 1:
+            raise ValueError(f"`max_cache_len` must be at least 1, but is {max_cache_len}.")
         layers = [
             EGMLAStaticLayer(max_cache_len, holds_token_ids=index == 0) for index in range(config.num_layer_groups)
         ]

@@ -25,6 +25,27 @@ def has_packed_documents(position_ids: torch.Tensor | None) -> bool:
     return torch.compiler.is_compiling() or bool((position_ids.diff(dim=-1) < 1).any())
 
 
+def starts_documents(
+    cache: Cache | None, attention_mask: torch.Tensor | None, position_ids: torch.Tensor | None
+) -> bool:
+    """
+    Whether rows hold several documents that must not see each other, which the library's mask overlooks with a cache.
+
+    Raises:
+        ValueError: they would be appended to a cache that holds tokens already, or that has a fixed room.
+    """
+    if attention_mask is not None or not has_packed_documents(position_ids):
+        return False
+    if cache is None or torch.compiler.is_compiling():
+        return cache is None
+    if cache.is_compileable or cache.get_seq_length():
+        raise ValueError(
+            "`position_ids` begin again within a row, so it holds several documents; these cannot go into a static "
+            "cache, or behind what a cache holds. Give each document a row, or a prepared 4D `attention_mask`."
+        )
+    return True
+
+
 def check_ids_in_vocabulary(token_ids: torch.Tensor, vocab_size: int) -> None:
     """Raises a `ValueError` that names the first id outside the vocabulary."""
     outside = (token_ids < 0) | (token_ids >= vocab_size)
@@ -46,11 +67,13 @@ def find_token_ids(
     Returns the ids by which gates are looked up, [B, S]: `input_ids`, or `token_ids` beside embeddings.
 
     Raises:
-        ValueError: embeddings come without ids, or with another number of them; on a CPU, an id is outside the
-            vocabulary.
+        ValueError: embeddings come without ids, or with another number of them; ids are no whole numbers, or there
+            are none; on a CPU, an id is outside the vocabulary.
     """
     if input_ids is not None:
         token_ids = input_ids
+        if input_ids.numel() == 0:
+            raise ValueError(f"`input_ids` has shape {tuple(input_ids.shape)}, which is no token at all: give one.")
     elif token_ids is None and config.kv_gate != "none":
         raise ValueError(
             "EG-MLA looks its gates up by token id, so `inputs_embeds` needs `token_ids` beside it: one id for an "
@@ -64,6 +87,8 @@ def find_token_ids(
             f"`token_ids` must have one id for each embedding, but has shape {tuple(token_ids.shape)} beside "
             f"`inputs_embeds` of shape {tuple(inputs_embeds.shape)}."
         )
+    if token_ids.is_floating_point() or token_ids.dtype == torch.bool:
+        raise ValueError(f"Token ids must be whole numbers, but are {token_ids.dtype}.")
     # On an accelerator this would wait for the device at every step; `generate` checks its prompt there.
     if token_ids.device.type == "cpu" and not torch.compiler.is_compiling():
         check_ids_in_vocabulary(token_ids, config.vocab_size)

@@ -38,6 +38,8 @@ class MappedTensor:
         dtype, shape = FILE_DTYPES[header[name]["dtype"]], header[name]["shape"]
         first, last = (start + offset for offset in header[name]["data_offsets"])
         page = first - first % mmap.ALLOCATIONGRANULARITY
+        if last > os.path.getsize(path):
+            raise ValueError(f"{path} was cut short: write or download it again.")
         with open(path, "rb") as file:
             # Private, and written to by nobody: torch knows no read-only tensors.
             self.map = mmap.mmap(file.fileno(), last - page, access=mmap.ACCESS_COPY, offset=page)
@@ -109,6 +111,8 @@ def write_tensors(
         offset = end
     encoded = json.dumps(header).encode()
     encoded += b" " * (-len(encoded) % 8)
+    if not os.path.isdir(os.path.dirname(os.path.abspath(path))):
+        raise FileNotFoundError(f"There is no folder to write {path} into.")
     partial = f"{path}.{os.getpid()}.partial"  # of its own, should two processes write the same file
     try:
         with open(partial, "wb") as file:

@@ -44,7 +44,7 @@ from .configuration_egmla import EGMLAConfig
 from .decoding_egmla import KV_DECODINGS, decode, select_decoding
 from .gate_egmla import EGMLAGateProjection, TokenGate, project, token_gates
 from .generation_egmla import EGMLAGenerationMixin
-from .inputs_egmla import check_cache, find_token_ids, has_packed_documents
+from .inputs_egmla import check_cache, find_token_ids, starts_documents
 from .placement_egmla import EGMLAGatePlacement
 
 
@@ -356,8 +356,8 @@ class EGMLAPreTrainedModel(EGMLAGatePlacement, PreTrainedModel):
         New ids get the gate rows of [`TokenGate.resize_table`], without noise.
 
         Raises:
-            ValueError: a special id of the configuration would fall outside the vocabulary, or gate tables were placed
-                or narrowed.
+            ValueError: a special id of the configuration would fall outside the vocabulary, or gate tables were
+                placed, narrowed or given adapters.
         """
         old_num_tokens = self.get_input_embeddings().weight.shape[0]
         wanted = old_num_tokens if new_num_tokens is None else new_num_tokens
@@ -366,6 +366,8 @@ class EGMLAPreTrainedModel(EGMLAGatePlacement, PreTrainedModel):
         self.config.check_special_ids(wanted)
         if wanted != old_num_tokens:
             self.refuse_placed_tables("resized")
+            if any(not isinstance(gate.kv_gate_embed, nn.Embedding) for gate in token_gates(self)):
+                raise ValueError("Gate tables with adapters on them cannot be resized: merge the adapters first.")
         embeddings = super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
         for gate in token_gates(self):
             gate.resize_table(embeddings.weight.shape[0])
@@ -434,8 +436,7 @@ class EGMLAModel(EGMLAPreTrainedModel):
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
 
-        # With a cache the library's mask overlooks documents packed into one row; a new cache is not needed for it.
-        is_packed = cache is None and attention_mask is None and has_packed_documents(position_ids)
+        is_packed = starts_documents(cache, attention_mask, position_ids)
         if use_cache and cache is None:
             cache = EGMLACache(self.config)
         if cache is not None:

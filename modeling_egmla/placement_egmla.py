@@ -82,6 +82,8 @@ class EGMLAGatePlacement:
                 then read from the checkpoint's files straight to their place: neither `device_map` nor what it moves
                 to a device sees them.
         """
+        if not isinstance(kv_gates, dict | None):
+            raise ValueError(f'`kv_gates` must be a dict, such as {{"placement": "host"}}, but is {kv_gates!r}.')
         if kv_gates is None:
             return super().from_pretrained(pretrained_model_name_or_path, *model_args, **kwargs)
         with tables_left_out():
@@ -258,6 +260,9 @@ class EGMLAGatePlacement:
         for path in {table.mapped.path for table in tables if table.mapped is not None}:
             if os.path.dirname(os.path.realpath(path)) == os.path.realpath(save_directory):
                 raise ValueError(f"Gate tables are mapped from {path}, so {save_directory} cannot be written over.")
+        for gate in token_gates(self):
+            if isinstance(gate.kv_gate_embed, PlacedEmbedding) and "state_dict" not in kwargs:
+                gate.kv_gate_embed.original()  # raises before anything is written
         return super().save_pretrained(save_directory, *args, **kwargs)
 
 

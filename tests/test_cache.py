@@ -107,10 +107,10 @@ def test_every_preset_is_listed():
     """No preset escapes the count of bytes below."""
     folder = importlib.resources.files("modeling_egmla.configuration")
     names = {entry.name for entry in folder.iterdir() if entry.joinpath("config.json").is_file()}
-    assert set(ELEMENTS_PER_TOKEN) <= names
-    for name in names:
-        elements = EGMLAConfig.from_preset(name).cache_elements_per_token
-        assert ELEMENTS_PER_TOKEN.get(name, elements) == elements
+    trained = {name for name in names if (folder / name / "model.safetensors").is_file()}
+    assert set(ELEMENTS_PER_TOKEN) == names - trained
+    for name, elements in ELEMENTS_PER_TOKEN.items():
+        assert EGMLAConfig.from_preset(name).cache_elements_per_token == elements
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -548,3 +548,39 @@ def test_odd_shapes(make_model, make_cache, batch, length, changes):
     logits = torch.cat([step(model, part, cache) for part in ids.split([length, 1, 1], dim=1)], dim=1)
     torch.testing.assert_close(logits, alone(model, ids), atol=1e-5, rtol=1e-5)
     assert_together(cache, ids)
+
+
+def test_crop_gives_blocks_back(make_model):
+    """What is allocated ahead stays below a block, after a long history was cropped as well."""
+    model = make_model(max_position_embeddings=2048)
+    cache = EGMLACache(model.config)
+    with torch.no_grad():
+        model(torch.randint(2, 97, (1, 700)), cache=cache)
+    cache.crop(-650)
+    assert 0 <= cache.memory().slack < BLOCK_SIZE * (model.config.cache_elements_per_token * 4 + 4)
+
+
+def test_wider_states_are_not_rounded(make_config):
+    """float32 states behind bfloat16 ones keep all their bits: the cache becomes float32, as by concatenation."""
+    config = make_config()
+    cache = EGMLACache(config)
+    narrow = random_streams(config, 1, 3, torch.bfloat16)
+    wide = random_streams(config, 1, 3)
+    with torch.no_grad():
+        cache.fill(*narrow).fill(*wide)
+    assert torch.equal(cache.latents[0][:, :, :3], narrow[0][0].float())
+    assert torch.equal(cache.latents[0][:, :, 3:], wide[0][0])
+
+
+def test_static_cache_without_room(make_model):
+    """A static cache of no size, or one that would overflow, is a ValueError with the numbers; it stays as it was."""
+    model = make_model()
+    for room in (0, -1):
+        with pytest.raises(ValueError, match=f"`max_cache_len` must be at least 1, but is {room}"):
+            EGMLAStaticCache(model.config, room)
+    cache = EGMLAStaticCache(model.config, 4)
+    with torch.no_grad():
+        model(torch.ones(1, 3, dtype=torch.long), cache=cache)
+        with pytest.raises(ValueError, match="room for 4 tokens, but 5 are"):
+            model(torch.ones(1, 2, dtype=torch.long), cache=cache)
+    assert int(cache.get_seq_length()) == 3

@@ -2,10 +2,13 @@
 
 import importlib.util
 import json
+import shutil
 import subprocess
 import sys
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from typer.main import get_command
@@ -350,3 +353,73 @@ def test_as_a_process(folder, tmp_path):
     failed = subprocess.run([*egmla, "plan", "--placement", "host", "mla-base-kv256"], capture_output=True, text=True)
     assert failed.returncode == 1
     assert failed.stderr.startswith("Error: ") and "Traceback" not in failed.stderr
+
+
+def damaged(folder, tmp_path, change):
+    """A copy of the model's folder with its weights changed."""
+    shutil.copytree(folder, tmp_path / "damaged")
+    weights = load_file(tmp_path / "damaged" / "model.safetensors")
+    change(weights)
+    save_file(weights, tmp_path / "damaged" / "model.safetensors", {"format": "pt"})
+    return tmp_path / "damaged"
+
+
+COMMANDS = [("generate", "x", "-m"), ("eval", "--tasks", "sotu_continuation", "--limit", "1"), ("export",)]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda w: w.pop("model.norm.weight"), "model.norm.weight, which is missing"),
+        (lambda w: w.update({"model.other.weight": torch.ones(2)}), "model.other.weight, which is of no use"),
+        (lambda w: w.update({"model.norm.weight": torch.ones(5)}), "model.norm.weight, which is of another shape"),
+        (lambda w: w.update({"model.norm.weight": torch.ones(32, dtype=torch.int32)}), "holds whole numbers"),
+        (lambda w: w["model.norm.weight"].fill_(torch.nan), "not finite"),
+    ],
+    ids=["missing", "unexpected", "shape", "integers", "nan"],
+)
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
+def test_weights_that_do_not_fit_are_refused(egmla, folder, tmp_path, command, change, said):
+    """No command goes on with weights that are drawn anew, left out, rounded or no numbers."""
+    broken = damaged(folder, tmp_path, change)
+    arguments = [*command, broken, *([tmp_path / "out"] if command[0] == "export" else [])]
+    output = " ".join(egmla(*arguments, exit_code=1).split())
+    assert said in output and "Traceback" not in output
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("model.safetensors", b""),
+        ("model.safetensors.index.json", b"{}"),
+        ("model.safetensors.index.json", b"no json"),
+        ("tokenizer.json", b"{}"),
+        ("config.json", {"kv_lora_rank": "16"}),
+        ("config.json", {"rope_parameters": 5}),
+        ("config.json", {"dtype": "foo"}),
+        ("config.json", {"vocab_size": 5}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("command", COMMANDS[:2], ids=lambda command: command[0])
+def test_damaged_folders_are_errors_in_a_sentence(egmla, folder, tmp_path, command, file, content):
+    """Each names the folder or the field."""
+    shutil.copytree(folder, tmp_path / "damaged")
+    path = tmp_path / "damaged" / file
+    if isinstance(content, dict):
+        path.write_text(json.dumps(json.loads(path.read_text()) | content))
+    else:
+        path.write_bytes(content)
+    if "index" in file:
+        (tmp_path / "damaged" / "model.safetensors").rename(tmp_path / "damaged" / "model-1.safetensors")
+    output = egmla(*command, tmp_path / "damaged", exit_code=1)
+    assert output.startswith("Error: ") and output.count("\n") == 1
+    assert "damaged" in output or "kv_lora_rank" in output or "rope_parameters" in output or "vocab" in output
+
+
+def test_temperature_reaches_the_draw(egmla, folder):
+    """Near zero, drawing is greedy; high up, it is not."""
+    arguments = ["generate", "My fellow", "-m", folder, "-n", 12, "--seed", 3]
+    greedy = egmla(*arguments, "--greedy").splitlines()[0]
+    assert egmla(*arguments, "--temperature", 1e-4).splitlines()[0] == greedy
+    assert egmla(*arguments, "--temperature", 5, "--top-p", 1).splitlines()[0] != greedy

@@ -31,6 +31,7 @@ from typer.testing import CliRunner
 from modeling_egmla import EGMLAConfig, EGMLAForCausalLM
 from modeling_egmla.commands.common import Commands
 from modeling_egmla.commands.convert import convert as convert_command
+from modeling_egmla.conversion.calibration import split_windows
 from modeling_egmla.conversion.checkpoint import Checkpoint, ConversionError, Fp8Blocks
 from modeling_egmla.conversion.converter import CheckFailed, convert, plan_conversion
 from modeling_egmla.conversion.gating import near_isometry
@@ -805,3 +806,38 @@ def test_command(sources, copied, tmp_path):
     assert code == 1 and "no revision v1" in output
     assert run_command(folder, tmp_path / "other", "--gate", "sigmoid")[0] == 2
     assert run_command("--help")[0] == 0
+
+
+def test_gate_on_low_rank_queries(tmp_path):
+    """A change of the keys' basis is undone in low-rank queries too: with a narrow latent the start is exact."""
+    tiny_model(kv_gate="none", kv_lora_rank=8, q_lora_rank=14).save_pretrained(tmp_path / "mla")
+    report = convert(tmp_path / "mla", tmp_path / "out", gate="multiply", gate_dim=12)
+    assert report.comparison.relative < 1e-4
+
+
+def test_held_out_windows_are_not_fitted_on():
+    """The last quarter of the calibration text measures, and nothing else sees it."""
+    fit, held_out = split_windows(torch.arange(16)[:, None].expand(16, 4))
+    assert fit[:, 0].tolist() == list(range(12))
+    assert held_out[:, 0].tolist() == [12, 13, 14, 15]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--rope-dim", "2"], "--rope-dim and --rotary go with --latent"),
+        (["--rotary", "heads"], "--rope-dim and --rotary go with --latent"),
+        (["--gate-dim", "7"], "--gate-dim and --gate-norm go with --gate"),
+        (["--gate-norm", "none"], "--gate-dim and --gate-norm go with --gate"),
+        (["--calibration-tokens", "600"], "goes with --calibration"),
+        (["--threshold", "1", "--no-check"], "give one of them"),
+        (["--threshold", "nan"], "--threshold must be a number"),
+        (["--plan"], "--plan writes nothing"),
+        (["--drop", "no.such.tensor"], "--drop no.such.tensor names no tensor"),
+    ],
+    ids=str,
+)
+def test_options_without_effect_are_refused(sources, tmp_path, options, said):
+    """An option that would change nothing is an error that says what it goes with, before any work."""
+    code, output = run_command(sources["deepseek_v3"], tmp_path / "out", *options)
+    assert code == 1 and said in " ".join(output.split()) and not (tmp_path / "out").exists()

@@ -12,7 +12,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import CompileConfig
 
 from modeling_egmla import EGMLACache, EGMLAStaticCache
-from modeling_egmla.decoding_egmla import TILE_TOKENS, TokenGroups, select_decoding
+from modeling_egmla.decoding_egmla import (
+    TILE_TOKENS,
+    History,
+    TokenGroups,
+    looped_attention,
+    select_decoding,
+    tiled_attention,
+)
 
 
 FAST = ["tiles", "grouped"]
@@ -498,8 +505,9 @@ def test_compiled_tiles(make_model):
 
 
 @pytest.mark.parametrize("kv_gate", ["multiply", "add"])
-def test_statistics_follow_the_weights(make_model, kv_gate):
-    """Gates that change while a cache lives change every decoded step alike, whichever way it is decoded."""
+@pytest.mark.parametrize("changed", ["kv_gate_proj", "kv_gate_embed", "kv_b_proj"])
+def test_statistics_follow_the_weights(make_model, kv_gate, changed):
+    """Weights that change while a cache lives change every decoded step alike, whichever way it is decoded."""
     logits = {}
     for decoding in ("expanded", "grouped"):
         model = make_model(kv_gate=kv_gate)
@@ -509,7 +517,67 @@ def test_statistics_follow_the_weights(make_model, kv_gate):
             model(ids[:, :18], cache=cache)
             model(ids[:, 18:19], cache=cache)
             for name, parameter in model.named_parameters():
-                if "kv_gate_proj" in name:
-                    parameter.mul_(-1.3)
+                if changed in name:
+                    parameter.mul_(torch.linspace(-1.3, 2, len(parameter))[:, None])
             logits[decoding] = model(ids[:, 19:], cache=cache).logits
     torch.testing.assert_close(logits["grouped"], logits["expanded"], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("tile", [TILE_TOKENS, 40])
+@pytest.mark.parametrize("way", FAST)
+def test_one_mask_for_all_rows(make_model, way, tile, monkeypatch):
+    """A prepared mask [1, 1, S, T] counts for every row of the batch, however the batch is cut into tiles."""
+    monkeypatch.setattr("modeling_egmla.decoding_egmla.TILE_TOKENS", tile)
+    model, (ids, _) = make_model(), padded_batch()
+    mask = torch.ones(1, 1, 2, 40, dtype=torch.bool)
+    mask[..., 0, 39] = mask[..., 7] = False
+    logits = []
+    for decoding in ("expanded", way):
+        cache = make_cache(model)
+        decode(model, "expanded", cache, ids, torch.ones_like(ids), (38,))
+        model.set_kv_decoding(decoding)
+        with torch.no_grad():
+            logits.append(model(ids[:, -2:], attention_mask=mask, cache=cache).logits)
+    close(*logits)
+
+
+@pytest.mark.parametrize("way", FAST)
+def test_dropout_is_not_skipped(make_model, way):
+    """In training mode, with gradients off as well, attention drops what it should."""
+    model, (ids, mask) = make_model(attention_dropout=0.9), padded_batch()
+    cache = make_cache(model)
+    decode(model, "expanded", cache, ids, mask, (39,))
+    model.set_kv_decoding(way)
+    model.train()
+    with torch.no_grad():
+        first, second = (model(ids[:, 39:], attention_mask=mask, cache=copy.deepcopy(cache)).logits for _ in range(2))
+    assert not torch.equal(first, second)
+
+
+@pytest.mark.parametrize("way", FAST)
+def test_ways_may_differ_by_layer(make_model, way):
+    """A layer that expands behind one that did not takes the latents of its own layer group."""
+    model, (ids, mask) = make_model(num_hidden_layers=4, layer_group_size=2), padded_batch()
+    logits = []
+    for third in ("expanded", way):
+        cache = make_cache(model)
+        decode(model, "expanded", cache, ids, mask, (39,))
+        model.set_kv_decoding("expanded")
+        model.model.layers[2].self_attn.kv_decoding = third
+        with torch.no_grad():
+            positions = (mask.cumsum(-1) - 1)[:, 39:]
+            logits.append(model(ids[:, 39:], attention_mask=mask, position_ids=positions, cache=cache).logits)
+    close(*logits)
+
+
+def test_loop_over_a_full_cache(make_model):
+    """The loop of compiled steps counts each slot once where the room is no multiple of its tile, and full."""
+    model = make_model()
+    cache = EGMLAStaticCache(model.config, 20)
+    attention = model.model.layers[0].self_attn
+    query, mask = torch.randn(2, 3, 1, attention.qk_head_dim), torch.ones(2, 1, 1, 20, dtype=torch.bool)
+    with torch.no_grad():
+        model(torch.randint(2, 97, (2, 20)), cache=cache)
+        expected = tiled_attention(attention, query, mask, cache)
+        actual = looped_attention(attention, query, mask, History.of(cache, 0), torch.tensor(20))
+    close(actual, expected)

@@ -374,3 +374,35 @@ def test_recipe_that_comes_along():
     """The recipe of the documents can be read."""
     path = files("modeling_egmla.configuration") / "recipes" / "distill-smollm2.yaml"
     assert load_recipe(path, DistillRecipe).distillation == DistillationRecipe()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+def test_losses_are_of_the_position_that_predicts(recipe, tmp_path, temperature):
+    """With one token to predict, student and teacher are compared one position before it, and nowhere else."""
+    student, teacher = tiny_model(), tiny_model(seed=1)
+    trainer = make_trainer(recipe, tmp_path, student.train(), teacher, arguments={"eval_strategy": "no"})
+    trainer.distillation.temperature = temperature
+    ids = torch.randint(2, 97, (1, 12))
+    labels = torch.full_like(ids, -100)
+    labels[0, 5] = ids[0, 5]
+    trainer.compute_loss(student, {"input_ids": ids, "labels": labels})
+    with torch.no_grad():
+        ours, theirs = (model(ids, output_hidden_states=True) for model in (student, teacher))
+    p, q = ((outputs.logits[0, 4] / temperature).softmax(-1) for outputs in (theirs, ours))
+    divergence = temperature**2 * (p * (p / q).log()).sum()
+    errors = [
+        (state[0, 4] - wanted[0, 4]).square().sum() / wanted[0, 4].square().sum()
+        for state, wanted in zip(ours.hidden_states[1:], theirs.hidden_states[1:])
+    ]
+    torch.testing.assert_close(trainer.parts["logits"], divergence, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(trainer.parts["hidden_states"], sum(errors) / 2, rtol=1e-4, atol=1e-6)
+
+
+def test_losses_are_means_over_all_tokens(recipe, tmp_path):
+    """The count that Trainer gives divides as the batch's own does."""
+    student, teacher = tiny_model(), tiny_model(seed=1)
+    trainer = make_trainer(recipe, tmp_path, student.train(), teacher, arguments={"eval_strategy": "no"})
+    ids = torch.randint(2, 97, (2, 12))
+    batch = {"input_ids": ids, "labels": ids}
+    given = trainer.compute_loss(student, dict(batch), num_items_in_batch=22)
+    torch.testing.assert_close(given, trainer.compute_loss(student, dict(batch)))

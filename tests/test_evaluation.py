@@ -489,3 +489,18 @@ def test_the_papers_figures():
         if "climbmix" in figures:
             mean = (figures["climbmix"] + figures["wikitext"] + figures["lambada"]) / 3
             assert mean == pytest.approx(figures["mean_perplexity"], abs=0.01)
+
+
+def test_number_of_examples_reaches_the_harness():
+    """`num_fewshot` overrides a task's own number."""
+    for shots in (None, 2):
+        (task,) = load_tasks(["sotu_continuation"], shots)["tasks"].values()
+        assert task.get_config("num_fewshot") == (shots or 0)
+
+
+def test_damaged_weights_have_no_perplexity(make_model, tokenizer):
+    """A model that gives NaN is an error, not a score."""
+    model = make_model(vocab_size=len(tokenizer))
+    model.model.norm.weight.data[0] = torch.nan
+    with pytest.raises(ValueError, match="not finite"):
+        text_perplexity(model, tokenizer, ["some text"])

@@ -232,3 +232,27 @@ def test_a_compiled_model_sees_a_resized_vocabulary(model):
         actual = compiled(ids, use_cache=False).logits
         model.release_kv_gates()
         torch.testing.assert_close(actual, model(ids, use_cache=False).logits, atol=1e-5, rtol=1e-5)
+
+
+def test_gates_in_many_pieces(make_model, monkeypatch, tmp_path):
+    """A vocabulary that is projected, written and read in several pieces has every row in its place."""
+    monkeypatch.setattr("modeling_egmla.gate_egmla.PRECOMPUTE_CHUNK", 10)
+    model = make_model()
+    model.save_pretrained(tmp_path)
+    projected = logits(model)
+    model.precompute_kv_gates()
+    torch.testing.assert_close(logits(model), projected, atol=1e-5, rtol=0)
+    model.release_kv_gates()
+    for dtype, atol in (("float32", 1e-5), ("int8", 0.2)):
+        model.save_kv_gates(tmp_path / dtype, dtype)
+        model.place_kv_gates("mmap", checkpoint=tmp_path, gates_file=tmp_path / dtype)
+        torch.testing.assert_close(logits(model), projected, atol=atol, rtol=0)
+
+
+def test_tables_with_adapters_are_not_resized(make_model):
+    """An adapter that stays as it was would fail at the next step: it is to be merged first."""
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(make_model(), peft.LoraConfig(target_modules=["kv_gate_embed"]))
+    with pytest.raises(ValueError, match="merge the adapters first"):
+        model.resize_token_embeddings(110)
+    assert model.get_base_model().config.vocab_size == 97

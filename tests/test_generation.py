@@ -948,3 +948,27 @@ def test_both_names_of_the_cache_argument_work(make_model, value):
             outputs = model(random_ids(1, 5), **{value: cache})
         assert outputs.cache is cache
         assert cache.get_seq_length() == 5
+
+
+@pytest.mark.parametrize("settings", [{"num_beams": 3}, {"do_sample": True, "num_return_sequences": 2}], ids=str)
+def test_chunked_static_prefill_of_several_sequences(make_model, settings):
+    """A static cache has rows for all beams, or all sequences of a prompt, when the prompt comes in pieces too."""
+    model = make_model()
+    ids, mask, _ = left_padded([4, 10])
+    settings = {"max_new_tokens": 8, "do_sample": False, "attention_mask": mask, **settings}
+    sequences = []
+    for cache in ({}, {"cache_implementation": "static", "prefill_chunk_size": 3}):
+        torch.manual_seed(1)
+        sequences.append(model.generate(ids, **settings, **cache))
+    assert torch.equal(*sequences)
+
+
+def test_ids_that_are_none(make_model):
+    """Fractions and empty prompts are errors; nothing is rounded."""
+    model = make_model()
+    embeddings = model.get_input_embeddings()(random_ids(1, 4))
+    for use_cache in (False, True):
+        with pytest.raises(ValueError, match="whole numbers, but are"):
+            model(inputs_embeds=embeddings, token_ids=random_ids(1, 4) + 0.9, use_cache=use_cache)
+        with pytest.raises(ValueError, match="no token at all"):
+            model(torch.empty(1, 0, dtype=torch.long), use_cache=use_cache)

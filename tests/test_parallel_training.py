@@ -226,7 +226,7 @@ def test_plans_of_the_model_train(tmp_path, how):
 
 
 def check_groups_decode(folder):
-    """Every way to decode reads the up-projection that a layer group shares, though the layer that has it is sharded."""
+    """Every way to decode reads the up-projection that a layer group shares, though the layer with it is sharded."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     ids = torch.arange(24).view(1, 24) % 7
     expected = tiny_model(layer_group_size=2)(ids).logits

@@ -12,7 +12,12 @@ pytest.importorskip("accelerate")  # what Trainer needs
 
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
-from modeling_egmla import EGMLAForSequenceClassification, EGMLAForTokenClassification
+from modeling_egmla import (
+    EGMLACache,
+    EGMLAForSequenceClassification,
+    EGMLAForTokenClassification,
+    EGMLAStaticCache,
+)
 
 
 def random_ids(batch: int, length: int, seed: int = 0) -> torch.Tensor:
@@ -371,14 +376,31 @@ def test_packed_documents_do_not_see_each_other(make_model, attention, use_cache
         alone = torch.cat([model(document[None], use_cache=False).logits[0] for document in documents])
         packed = model(ids[None], position_ids=positions[None], use_cache=use_cache).logits
         torch.testing.assert_close(packed[0], alone, atol=1e-5, rtol=1e-5)
+        whole = model(ids[None], use_cache=use_cache).logits
         rows_packed = model(
-            torch.stack([ids, ids.flip(0)]),
-            position_ids=torch.stack([positions, torch.arange(len(ids))]),
+            torch.stack([ids, ids]),
+            position_ids=torch.stack([torch.arange(len(ids)), positions]),
             use_cache=use_cache,
         ).logits
-        torch.testing.assert_close(rows_packed[0], alone, atol=1e-5, rtol=1e-5)
-        whole = model(ids[None], use_cache=use_cache).logits
+        torch.testing.assert_close(rows_packed, torch.stack([whole[0], alone]), atol=1e-5, rtol=1e-5)
         assert (whole[0] - alone).abs().max() > 1e-2, "without position_ids it is one document"
+        singles = model(ids[None, :3], position_ids=torch.zeros(1, 3, dtype=torch.long), use_cache=use_cache).logits
+        each = torch.cat([model(token[None, None], use_cache=False).logits[0] for token in ids[:3]])
+        torch.testing.assert_close(singles[0], each, atol=1e-5, rtol=1e-5)
+
+
+def test_packed_documents_and_a_given_cache(make_model):
+    """Into an empty cache they go apart as well; where they could not be told apart any more, they are refused."""
+    model = make_model()
+    ids, positions = random_ids(1, 8), torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]])
+    with torch.no_grad():
+        alone = model(ids[:, 4:]).logits
+        cache = EGMLACache(model.config)
+        packed = model(ids, position_ids=positions, cache=cache).logits
+        torch.testing.assert_close(packed[:, 4:], alone, atol=1e-5, rtol=1e-5)
+        for full in (cache, EGMLAStaticCache(model.config, 16)):
+            with pytest.raises(ValueError, match="`position_ids` begin again within a row"):
+                model(ids, position_ids=positions, cache=full)
 
 
 def test_flattened_batches_train_as_padded_ones(make_model, tmp_path):

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import math
 import os
 import random
 import re
@@ -26,6 +27,7 @@ import modeling_egmla  # noqa: F401  registers the Auto classes
 from modeling_egmla.files import write_whole
 from modeling_egmla.training import EGMLATrainer, RecipeError, load_recipe, run, train
 from modeling_egmla.training.data import (
+    bits_per_byte,
     is_validation,
     load_documents,
     pack_documents,
@@ -801,3 +803,33 @@ def test_embedded_recipes_differ_by_the_gate_only():
     assert plain["model"]["config"].pop("kv_gate") == "none"
     gated["training"].pop("output_dir"), plain["training"].pop("output_dir")
     assert gated == plain
+
+
+def test_fields_reach_the_trainer(recipe, tmp_path):
+    """What a recipe says of optimizer and schedule is what Trainer is told; none of it is a default."""
+    said = {"adam_beta2": 0.9, "warmup_steps": 3, "max_grad_norm": 0.7, "weight_decay": 0.02, "seed": 5}
+    recipe["training"].update(said, schedule="linear")
+    arguments = build_arguments(load_recipe(write_recipe(recipe, tmp_path)).training, 32)
+    assert {name: getattr(arguments, name) for name in said} == said
+    assert arguments.lr_scheduler_type == "linear"
+
+
+def test_bits_per_byte():
+    """One bit a token, two tokens a byte, and a letter of two bytes."""
+    assert bits_per_byte(math.log(2), 10, Dataset.from_dict({"text": ["\u00e9a", "bc"]})) == pytest.approx(10 / 5)
+
+
+def test_tokenizers_are_trained_on_training_text(recipe, tmp_path, monkeypatch):
+    """What is held out does not shape the vocabulary."""
+    seen = []
+
+    def spy(documents, *args, **kwargs):
+        seen.extend(documents["text"])
+        return train_tokenizer(documents, *args, **kwargs)
+
+    monkeypatch.setattr(run, "train_tokenizer", spy)
+    parsed = load_recipe(write_recipe(recipe, tmp_path))
+    train_texts, held_out = split_documents(load_documents(parsed.data), parsed.data.validation_share)
+    train(write_recipe(recipe, tmp_path))
+    assert sorted(seen) == sorted(train_texts["text"])
+    assert not set(seen) & set(held_out["text"])

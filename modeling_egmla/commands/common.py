@@ -3,11 +3,13 @@
 import errno
 import os
 from collections.abc import Callable
+from json import JSONDecodeError
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 from typer.core import TyperGroup
 
 
@@ -96,12 +98,15 @@ def load_model(
         kv_gates: where its gate tables go, the arguments of `place_kv_gates`; they are never on the device then.
 
     Raises:
-        ValueError: nothing can be loaded by this name; the message says what to do.
+        ValueError: nothing can be loaded by this name, or its weights are not those of its configuration; the message
+            says what to do.
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from ..configuration import preset_path
+    from ..configuration_egmla import EGMLAConfig
+    from ..loading import misfits, not_floating
 
     _be_quiet()
     name = preset_path() if name is None else _find_weights(name)
@@ -109,7 +114,13 @@ def load_model(
     if kv_gates is not None:
         load_config(name, trust_remote_code)  # other models than ours know no such argument
         placed = {"kv_gates": kv_gates}
-    model = _load(AutoModelForCausalLM.from_pretrained, name, trust_remote_code, dtype=dtype, **placed)
+    found = {"output_loading_info": True, "ignore_mismatched_sizes": True}
+    model, info = _load(AutoModelForCausalLM.from_pretrained, name, trust_remote_code, dtype=dtype, **found, **placed)
+    is_ours = model.config.model_type == EGMLAConfig.model_type
+    if problem := misfits(info, may_leave_out=not is_ours):
+        raise ValueError(f"Of {name} {problem}: save or download the model anew.")
+    if is_ours and Path(name).is_dir() and (names := not_floating(Path(name))):
+        raise ValueError(f"{names[0]} of {name} holds whole numbers, so its fractions are gone: save the model anew.")
     tokenizer = _load(AutoTokenizer.from_pretrained, name, trust_remote_code)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "meta":
@@ -147,6 +158,8 @@ def _load(from_pretrained: Callable, name: str, trust_remote_code: bool, **kwarg
     try:
         return from_pretrained(name, trust_remote_code=trust_remote_code, **kwargs)
     except ValueError as error:
+        if isinstance(error, JSONDecodeError):
+            raise ValueError(f"A file of {name} is not JSON: {error}") from error
         if "trust_remote_code" not in str(error):
             raise
         raise ValueError(
@@ -160,3 +173,5 @@ def _load(from_pretrained: Callable, name: str, trust_remote_code: bool, **kwarg
             "presets), and could not be loaded from the Hub, which needs network and, for private models, `hf auth "
             "login`."
         ) from error
+    except (AttributeError, KeyError, TypeError, RuntimeError, SafetensorError, StrictDataclassError) as error:
+        raise ValueError(f"{name} cannot be loaded ({type(error).__name__}): {error}") from error

@@ -56,25 +56,34 @@ def convert(
         typer.Option(min=2, help="Rotary channels that such a model keeps; by default half of a head's."),
     ] = None,
     rotary: Annotated[
-        Literal["position", "energy", "heads"],
+        Literal["position", "energy", "heads"] | None,
         typer.Option(
-            help="Which channels stay rotary: those that lose most without, or the strongest; heads: not mixed."
+            help="Which channels stay rotary: by position, those that lose most without (the default); or the "
+            "strongest; heads: as position, not mixed.",
+            show_default=False,
         ),
-    ] = "position",
+    ] = None,
     gate: Annotated[
         Literal["none", "multiply", "add"],
         typer.Option(help="Start an EG-MLA model from an MLA model, with a gate that changes nothing at first."),
     ] = "none",
-    gate_dim: Annotated[int, typer.Option(help="Width of the gate tables.", min=1)] = 256,
+    gate_dim: Annotated[
+        int | None, typer.Option(help="Width of the gate tables; by default 256.", min=1, show_default=False)
+    ] = None,
     gate_norm: Annotated[
-        Literal["layer_norm", "none"],
-        typer.Option(help="LayerNorm behind the gate. With none the start is exact; with layer_norm it may not be."),
-    ] = "layer_norm",
+        Literal["layer_norm", "none"] | None,
+        typer.Option(
+            help="LayerNorm behind the gate, which is the default. With none the start is exact; else it may not be.",
+            show_default=False,
+        ),
+    ] = None,
     calibration: Annotated[
         Path | None,
         typer.Option(help="Text to fit latent and LayerNorm on, and to measure loss.", exists=True, dir_okay=False),
     ] = None,
-    calibration_tokens: Annotated[int, typer.Option(help="Tokens of that text to use.", min=512)] = 16384,
+    calibration_tokens: Annotated[
+        int | None, typer.Option(help="Tokens of that text to use; by default 16384.", min=512, show_default=False)
+    ] = None,
     drop: Annotated[
         list[str] | None,
         typer.Option(help="Pattern of source tensors to leave out, e.g. 'model.layers.61.*'. Repeatable."),
@@ -151,7 +160,18 @@ def convert(
     if latent is not None and latent_energy is not None:
         raise ValueError("--latent and --latent-energy exclude each other.")
     if latent is not None or latent_energy is not None:
-        start = LatentStart(latent, latent_energy, rope_dim, rotary)
+        start = LatentStart(latent, latent_energy, rope_dim, rotary or "position")
+    elif rope_dim is not None or rotary is not None:
+        raise ValueError("--rope-dim and --rotary go with --latent or --latent-energy, for models of the Llama form.")
+    if gate == "none" and (gate_dim is not None or gate_norm is not None):
+        raise ValueError("--gate-dim and --gate-norm go with --gate multiply or add.")
+    if calibration is None and calibration_tokens is not None:
+        raise ValueError("--calibration-tokens goes with --calibration.")
+    if threshold is not None and not check:
+        raise ValueError("--threshold bounds what --no-check leaves out: give one of them.")
+    if plan and (target is not None or overwrite):
+        raise ValueError("--plan writes nothing: leave TARGET and --overwrite out.")
+    gates = GateStart(gate, gate_dim or 256, gate_norm or "layer_norm")
     if plan:
         planned = plan_conversion(
             source,
@@ -159,7 +179,7 @@ def convert(
             layout=layout,
             config_file=config,
             latent=start,
-            gates=GateStart(gate, gate_dim, gate_norm),
+            gates=gates,
         )
         console().print(plan_table(planned, "bfloat16" if dtype == "auto" else dtype))
         return
@@ -179,10 +199,10 @@ def convert(
             dtype=DTYPES.get(dtype),
             latent=start,
             gate=gate,
-            gate_dim=gate_dim,
-            gate_norm=gate_norm,
+            gate_dim=gates.dim,
+            gate_norm=gates.norm,
             calibration=calibration,
-            calibration_tokens=calibration_tokens,
+            calibration_tokens=calibration_tokens or 16384,
             drop=drop or (),
             max_shard_size=max_shard_size,
             overwrite=overwrite,

@@ -60,6 +60,8 @@ def evaluate(
     - `egmla eval me/my-egmla --text book.txt --stride 256`
     """
     need("eval", "lm_eval", "datasets")
+    from ..loading import check_finite
+
     if sum(option is not None and option != [] for option in (tasks, suite, text)) > 1:
         raise ValueError("Give one of --tasks, --suite and --text.")
     if limit is not None and text:
@@ -72,6 +74,7 @@ def evaluate(
     if not names:
         raise ValueError("--tasks names no task: give one or more, e.g. sotu_continuation.")
     language_model, tokenizer = load_model(model, device, dtype, trust_remote_code)
+    check_finite(language_model)
     if suite is not None:
         _paper_suite(language_model, tokenizer, model, output, limit, batch_size)
     elif text:

@@ -112,6 +112,8 @@ def generate_and_report(
     """
     from transformers import TextStreamer, set_seed
 
+    from ..loading import RefuseNotFinite
+
     class Streamer(TextStreamer):
         """Notes when each token came; the first is the prompt."""
 
@@ -145,6 +147,7 @@ def generate_and_report(
         **sampling,
         max_new_tokens=max_new_tokens,
         streamer=streamer,
+        logits_processor=[RefuseNotFinite()],
         cache_implementation="static" if static else None,
         return_dict_in_generate=True,
     )

@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..loading import NOT_FINITE
+
 
 @dataclass(frozen=True)
 class TextPerplexity:
@@ -95,7 +97,8 @@ def text_perplexity(
         batch_size: windows at once; the result does not depend on it.
 
     Raises:
-        ValueError: no text has a token, `context` is more than the model's, or `stride` more than the context.
+        ValueError: no text has a token, `context` is more than the model's, `stride` more than the context, or the
+            model gives no numbers.
     """
     limit = model.config.max_position_embeddings
     context = limit if context is None else context
@@ -122,6 +125,8 @@ def text_perplexity(
         nats = sum(_batch_nats(model, batch) for batch in batches)
     finally:
         model.train(was_training)
+    if not math.isfinite(nats):
+        raise ValueError(NOT_FINITE)
     return TextPerplexity(
         nats=nats,
         tokens=sum(window.predicted for window in cut),

@@ -33,6 +33,7 @@ from ..configuration_egmla import SPECIAL_IDS, EGMLAConfig
 from ..conversion.vocabulary import ids_without_token
 from ..files import write_whole
 from ..gate_egmla import gate_table_parameters
+from ..loading import misfits
 from ..modeling_egmla import EGMLAForCausalLM
 from .data import (
     bits_per_byte,
@@ -77,7 +78,7 @@ def load_model(path: str, key: str, model_class: type = EGMLAForCausalLM) -> Pre
         model_class: `AutoModelForCausalLM` takes models of any kind, `EGMLAForCausalLM` only EG-MLA.
 
     Raises:
-        RecipeError: there is none, or one of another kind, or weights are missing or of other shapes.
+        RecipeError: there is none, or one of another kind, or its weights are not those of its configuration.
     """
     path = find_model(path)
     try:
@@ -98,13 +99,8 @@ def load_model(path: str, key: str, model_class: type = EGMLAForCausalLM) -> Pre
         raise
     except (OSError, ValueError, StrictDataclassError) as error:
         raise RecipeError(f"`{key}`: {path} cannot be loaded: {error}") from error
-    mismatched = {name for name, *_ in info["mismatched_keys"]}
-    if lacking := sorted(mismatched | set(info["missing_keys"])):
-        what = "of another shape than its config.json says" if lacking[0] in mismatched else "missing"
-        raise RecipeError(
-            f"`{key}`: of {path} {len(lacking)} weights do not load, first {lacking[0]}, which is {what}. Save or "
-            "convert the model anew."
-        )
+    if problem := misfits(info, may_leave_out=kind != EGMLAConfig.model_type):
+        raise RecipeError(f"`{key}`: of {path} {problem}. Save or convert the model anew.")
     return model
 
 
