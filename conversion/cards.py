@@ -63,7 +63,10 @@ def read_evaluation(path: Path) -> dict:
     Raises:
         ValueError: it is no such file, or does not say which version of the harness measured.
     """
-    content = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
     if not isinstance(content, dict) or not isinstance(content.get("results"), dict):
         raise ValueError(f"{path} has no `results`: it is not a results file of {HARNESS}.")
     if not content.get("lm_eval_version"):

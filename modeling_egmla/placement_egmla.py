@@ -164,8 +164,8 @@ class EGMLAGatePlacement:
         gates = self._gates_to_place()
         if placement not in PLACEMENTS:
             raise ValueError(f"`placement` must be one of {', '.join(PLACEMENTS)}, but is {placement!r}.")
-        if pool_rows < 1:
-            raise ValueError(f"`pool_rows` must be at least 1, but is {pool_rows}.")
+        if not isinstance(pool_rows, int) or pool_rows < 1:
+            raise ValueError(f"`pool_rows` must be a whole number of at least 1, but is {pool_rows!r}.")
         if gates_file is not None and placement != "mmap":
             raise ValueError(f"`gates_file` is memory-mapped: it goes with placement 'mmap', not {placement!r}.")
         stored = {}

@@ -170,11 +170,14 @@ def test_private_paths_are_found(folder):
         token="//",
         command="egmla train '/home/jane doe/recipe.yaml'",
     )
-    (folder / "about.yaml").write_text(f"summary: {'hf_' + 34 * 'a'}")
+    for name in ("about.yaml", "chat_template.jinja", "code.py"):
+        (folder / name).write_text(f"summary: {'hf_' + 34 * 'a'}")
     (folder / "README.md").write_text(f"---\n---\nMade in {Path.cwd()}/out")
     assert [problem.split(":")[0] for problem in check_privacy(folder)] == [
         f"README.md mentions {Path.cwd()}, a path of this machine",
         "about.yaml holds a token of the Hub",
+        "chat_template.jinja holds a token of the Hub",
+        "code.py holds a token of the Hub",
         "`cache` in generation_config.json is the path '/scratch/jane/cache'",
         """`command` in generation_config.json is the path "egmla train '/home/jane doe/recipe.yaml'\"""",
     ]

@@ -659,3 +659,38 @@ def test_mapped_files_may_be_replaced(folder, tmp_path):
     shutil.copytree(folder, other, ignore=lambda *_: ["other"])
     (other / "model.safetensors").rename(folder / "model.safetensors")
     assert torch.equal(logits(model), before)
+
+
+def test_refused_saving_writes_nothing(make_model, tmp_path):
+    """Tables whose values were given up cannot be saved: no folder is made, and none gets another model's config."""
+    make_model().save_pretrained(tmp_path / "model")
+    make_model(num_hidden_layers=4).save_pretrained(tmp_path / "other")
+    before = (tmp_path / "other" / "config.json").read_bytes()
+    kv_gates = {"placement": "host", "dtype": "int8"}
+    narrowed = EGMLAForCausalLM.from_pretrained(tmp_path / "model", kv_gates=kv_gates)
+    for name in ("new", "other"):
+        with pytest.raises(ValueError, match="original values"):
+            narrowed.save_pretrained(tmp_path / name)
+    assert not (tmp_path / "new").exists()
+    assert (tmp_path / "other" / "config.json").read_bytes() == before
+
+
+def test_arguments_of_placement_are_checked_first(make_model, tmp_path):
+    """What is no dict, and a pool of half a row, are named before weights are read, or forward passes fail."""
+    with pytest.raises(ValueError, match="`kv_gates` must be a dict"):
+        EGMLAForCausalLM.from_pretrained(tmp_path, kv_gates="host")
+    with pytest.raises(ValueError, match=r"`pool_rows` must be a whole number of at least 1, but is 2.5"):
+        make_model().place_kv_gates("host", pool_rows=2.5)
+
+
+def test_a_gates_file_that_was_cut_short(make_model, tmp_path):
+    """Named with what to do; and so is a folder that is not there."""
+    model = make_model()
+    model.save_pretrained(tmp_path / "model")
+    model.save_kv_gates(tmp_path / "gates")
+    data = (tmp_path / "gates").read_bytes()
+    (tmp_path / "gates").write_bytes(data[:-100])
+    with pytest.raises(ValueError, match="gates was cut short"):
+        model.place_kv_gates("mmap", checkpoint=tmp_path / "model", gates_file=tmp_path / "gates")
+    with pytest.raises(FileNotFoundError, match="no folder to write"):
+        model.save_kv_gates(tmp_path / "nowhere" / "gates")

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 from collections.abc import Callable
 from json import JSONDecodeError
 from pathlib import Path
@@ -38,6 +39,16 @@ PoolRows = Annotated[
     int | None,
     typer.Option(min=1, help="Rows a layer that stay on the device when tables are elsewhere; by default 4096."),
 ]
+
+
+def check_size(size: str) -> str:
+    """Raises a usage error if `size` is no number of bytes above 0."""
+    if not re.fullmatch(r"0*[1-9]\d*(\.\d+)?\s*([KMGT]B)?", size.strip(), re.IGNORECASE):
+        raise typer.BadParameter(f"{size!r} is no size: write bytes, or e.g. 500MB or 5GB.")
+    return size
+
+
+MaxShardSize = Annotated[str, typer.Option(help="Largest weight file.", callback=check_size)]
 TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")]
 
 

@@ -9,7 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from ..console import console, format_bytes, plain_table
-from .common import Dtype
+from .common import Dtype, MaxShardSize
 
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def convert(
         list[str] | None,
         typer.Option(help="Pattern of source tensors to leave out, e.g. 'model.layers.61.*'. Repeatable."),
     ] = None,
-    max_shard_size: Annotated[str, typer.Option(help="Largest weight file.")] = "5GB",
+    max_shard_size: MaxShardSize = "5GB",
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace TARGET if it exists, once the new one is done.")
     ] = False,

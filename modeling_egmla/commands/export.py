@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from .common import Dtype
+from .common import Dtype, MaxShardSize
 
 
 def export(
@@ -19,7 +19,7 @@ def export(
     ] = None,
     new_card: Annotated[bool, typer.Option("--new-card", help="Write the card anew, even if there is one.")] = False,
     dtype: Dtype = "auto",
-    max_shard_size: Annotated[str, typer.Option(help="Largest weights file.")] = "5GB",
+    max_shard_size: MaxShardSize = "5GB",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a folder that egmla wrote before.")] = False,
 ) -> None:
     """
