@@ -220,7 +220,7 @@ SPOILED = {
     "manifest is not JSON": (lambda f: (f / "manifest.json").write_text("{"), "is not JSON"),
     "not a number": (lambda f: set_weight(f, float("nan")), "not finite"),
     "another number": (lambda f: set_weight(f, 50.0), "is not the one of the export"),
-    "a tensor less": (drop_weight, "missing keys"),
+    "a tensor less": (drop_weight, "which is missing"),
     "another model": (lambda f: edit_config(f, model_type="llama"), "not an EG-MLA"),
     "attention from the Hub": (lambda f: edit_config(f, attn_implementation="evil/kernel"), "run it unasked"),
     "a config that cannot work": (lambda f: edit_config(f, eos_token_id=97), "`eos_token_id` is 97"),
@@ -379,7 +379,7 @@ def test_export_again_keeps_all(folder, tmp_path):
 def test_incomplete_sources_are_refused(folder, tmp_path):
     """Weights that do not fit are never filled up with random ones, and other models are not exported."""
     drop_weight(folder)
-    with pytest.raises(VerificationError, match=r"missing keys model\.norm\.weight"):
+    with pytest.raises(VerificationError, match=r"model\.norm\.weight, which is missing"):
         export(folder, tmp_path / "out")
     with pytest.raises(VerificationError, match="no such folder"):
         export(tmp_path / "nothing", tmp_path / "out")

@@ -72,10 +72,10 @@ def run(
 
 @app.command()
 def speed(
-    repeats: Annotated[int, typer.Option(min=5, help="Steps measured of each variant, alternating.")] = 7,
+    pairs: Annotated[int, typer.Option(min=5, help="Steps of each variant, between steps of plain MLA.")] = 7,
 ) -> None:
-    """Measure training tokens a second of every variant; wants a quiet machine, and takes minutes."""
-    measure_speed(RESULTS / "speed.json", repeats)
+    """Measure the training time of every variant beside plain MLA's; wants a quiet machine, and takes minutes."""
+    measure_speed(RESULTS / "speed.json", pairs)
 
 
 @app.command()

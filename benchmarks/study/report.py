@@ -56,12 +56,17 @@ def is_begun(results: dict, experiment: str) -> bool:
     return any(text == text_of(experiment) and variant in wanted for text, variant, _ in results)
 
 
-def table(results: dict, experiment: str, speed: dict[str, list[int]]) -> str:
-    """An experiment as a Markdown table and its figure; variants without a finished run are named below the table."""
+def table(results: dict, experiment: str, speed: dict[str, list[float]]) -> str:
+    """
+    An experiment as a Markdown table and its figure; variants without a finished run are named below the table.
+
+    Args:
+        speed: for each variant the quartiles of its training time, of plain MLA's.
+    """
     text, (_, variants) = text_of(experiment), EXPERIMENTS[experiment]
     reference = variants[0]
     rows = [
-        "| | parameters, M | of these in tables | cache elements a token | training tokens/s | seeds "
+        "| | parameters, M | of these in tables | cache elements a token | training time, of `mla` | seeds "
         f"| validation loss | less `{reference}` | 95 % |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
@@ -75,7 +80,7 @@ def table(results: dict, experiment: str, speed: dict[str, list[int]]) -> str:
         half_width = T_95[difference.seeds] * difference.error if difference and difference.seeds > 1 else None
         rows.append(
             f"| `{variant}` | {runs[0]['parameters'] / 1e6:.2f} | {runs[0]['gate_table_parameters'] / 1e6:.2f} "
-            f"| {runs[0]['cache_elements']} | {speed[variant][1] if variant in speed else '-'} "
+            f"| {runs[0]['cache_elements']} | {tell_time(speed, variant)} "
             f"| {len(runs)} | {estimate([run['validation_loss'] for run in runs])} "
             f"| {difference if difference else '-'} | {f'± {half_width:.4f}' if half_width else '-'} |"
         )
@@ -83,6 +88,14 @@ def table(results: dict, experiment: str, speed: dict[str, list[int]]) -> str:
     if not is_begun(results, experiment):
         return left[0]
     return "\n".join([*rows, "", *left, *[""] * bool(left), f"![Validation loss over tokens](study/{experiment}.png)"])
+
+
+def tell_time(speed: dict[str, list[float]], variant: str) -> str:
+    """The median of a variant's training time, of plain MLA's, and its quartiles."""
+    if variant == "mla":
+        return "1"
+    low, median, high = speed.get(variant, (None, None, None))
+    return "-" if median is None else f"{median:.2f} ({low:.2f} to {high:.2f})"
 
 
 def draw(results: dict, experiment: str, path: Path) -> None:
@@ -115,7 +128,7 @@ def write_report(folder: Path, docs: Path, console: Console) -> None:
     """Puts the tables between their marks in docs/study.md, and the figures beside it."""
     results = load_results(folder)
     speed_file = folder / "speed.json"
-    speed = json.loads(speed_file.read_text(encoding="utf-8"))["tokens_per_second"] if speed_file.exists() else {}
+    speed = json.loads(speed_file.read_text(encoding="utf-8"))["time_of_mla"] if speed_file.exists() else {}
     document = docs / "study.md"
     text = document.read_text(encoding="utf-8")
     for experiment in EXPERIMENTS:

@@ -1,4 +1,4 @@
-"""Training speed of the study's variants: whole steps, alternating between variants, one thread."""
+"""Training time of the study's variants beside plain MLA's: whole steps, taking turns, one thread."""
 
 import json
 import platform
@@ -8,36 +8,58 @@ from pathlib import Path
 
 import torch
 import transformers
+from rich.progress import track
 from runs import BATCH_TOKENS, CONTEXT, SHAPE, VARIANTS, VOCABULARY
 
 from modeling_egmla import EGMLAConfig, EGMLAForCausalLM
 from modeling_egmla.files import write_whole
 
 
-def measure_speed(path: Path, repeats: int) -> None:
-    """Writes the median tokens a second of every variant, with its quartiles."""
+REFERENCE = "mla"
+ACCUMULATED = 4  # batches of a step, as the recipes have it
+
+
+class Trained:
+    """A variant that takes steps, and the seconds of processor time of each."""
+
+    def __init__(self, variant: str):
+        fields = {**SHAPE, **VARIANTS[variant]}
+        self.model = EGMLAForCausalLM(EGMLAConfig(vocab_size=VOCABULARY, **fields)).train()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, fused=True)
+        self.ids = torch.randint(VOCABULARY, (BATCH_TOKENS // CONTEXT // ACCUMULATED, CONTEXT))
+
+    def step(self) -> float:
+        started = time.process_time()
+        for _ in range(ACCUMULATED):
+            self.model(self.ids, labels=self.ids, use_cache=False).loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return time.process_time() - started
+
+
+def measure_speed(path: Path, pairs: int) -> None:
+    """
+    Writes how long each variant's steps take, of those of plain MLA before and behind them: a machine that is slow for
+    a while is so for both. Quartiles and medians over `pairs`.
+    """
     torch.set_num_threads(1)
-    ids = torch.randint(VOCABULARY, (BATCH_TOKENS // CONTEXT // 4, CONTEXT))
-    seconds = {name: [] for name in VARIANTS}
-    for repeat in range(repeats + 1):  # the first is for warming up
-        for name, fields in VARIANTS.items():
-            model = EGMLAForCausalLM(EGMLAConfig(vocab_size=VOCABULARY, **{**SHAPE, **fields}))
-            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-            for step in range(2):  # the optimizer makes its moments in the first
-                started = time.perf_counter()
-                for _ in range(4):
-                    model(ids, labels=ids, use_cache=False).loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                if step and repeat:
-                    seconds[name].append(time.perf_counter() - started)
+    reference, all_seconds, ratios = Trained(REFERENCE), [], {}
+    reference.step()  # the optimizer makes its moments
+    for variant in track([name for name in VARIANTS if name != REFERENCE], "variants"):
+        trained = Trained(variant)
+        trained.step()
+        before, of_variant = reference.step(), []
+        for _ in range(pairs):
+            seconds, behind = trained.step(), reference.step()
+            of_variant.append(2 * seconds / (before + behind))
+            all_seconds.append(before := behind)
+        ratios[variant] = [round(quartile, 3) for quartile in statistics.quantiles(of_variant, n=4)]
     result = {
-        "tokens_per_second": {
-            name: [round(BATCH_TOKENS / quartile) for quartile in reversed(statistics.quantiles(values, n=4))]
-            for name, values in seconds.items()
-        },
-        "what": "lower quartile, median and upper quartile of whole steps of 2,048 tokens, one thread, float32",
-        "repeats": repeats,
+        "time_of_mla": ratios,
+        "mla_tokens_per_second": round(BATCH_TOKENS / statistics.median(all_seconds)),
+        "what": "a step's time of plain MLA's: lower quartile, median, upper quartile; steps of 2,048 tokens, one "
+        "thread, processor time, float32",
+        "pairs": pairs,
         "versions": {
             "python": platform.python_version(),
             "torch": torch.__version__,
