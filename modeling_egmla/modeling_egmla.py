@@ -25,6 +25,7 @@ from transformers.modeling_layers import (
 )
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel, slice_logits_to_keep
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
     DeepseekV3MLP,
     DeepseekV3RMSNorm,
@@ -58,6 +59,10 @@ AUTO_MAP = {
     "AutoModelForSequenceClassification": "modeling_egmla.EGMLAForSequenceClassification",
     "AutoModelForTokenClassification": "modeling_egmla.EGMLAForTokenClassification",
 }
+
+
+# Trainer shifts labels that it smooths for the classes in this list alone; others would learn to repeat their input.
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.setdefault(EGMLAConfig.model_type, "EGMLAForCausalLM")
 
 
 class EGMLARMSNorm(DeepseekV3RMSNorm):

@@ -325,9 +325,12 @@ def test_losses_are_what_they_say():
         ({"distillation": {"logits": 0, "hidden_states": 0}}, "one above 0"),
         ({"distillation": {"warmth": 1}}, "distillation.warmth"),
         ({"teachers": "x"}, "Unknown key `teachers`"),
+        ({"training": {"arguments": {"label_smoothing_factor": 0.5}}}, "training.arguments.label_smoothing_factor"),
     ],
 )
 def test_wrong_recipes_are_named(recipe, tmp_path, changes, message):
+    if "training" in changes:
+        changes = {"training": {**recipe["training"], **changes["training"]}}
     with pytest.raises(RecipeError, match=message):
         load_recipe(write({**recipe, **changes}, tmp_path / "recipe.yaml"), DistillRecipe)
 

@@ -477,3 +477,19 @@ def test_sft_trainer_on_chats(make_model, tmp_path, with_lora):
     before = trainer.evaluate()["eval_loss"]
     trainer.train()
     assert trainer.evaluate()["eval_loss"] < (0.9 if with_lora else 0.5) * before
+
+
+@pytest.mark.parametrize("adapter", [False, True], ids=["whole", "LoRA"])
+def test_smoothed_labels_are_of_the_next_token(make_model, tmp_path, adapter):
+    """With `label_smoothing_factor` Trainer goes on predicting the next token, and not the one just read."""
+    model = make_model()
+    if adapter:
+        peft = pytest.importorskip("peft")
+        model = peft.get_peft_model(model, peft.LoraConfig(target_modules="all-linear"))
+    ids = random_ids(2, 9)
+    arguments = TrainingArguments(tmp_path, label_smoothing_factor=1e-6, use_cpu=True, report_to="none")
+    loss = Trainer(model, arguments).compute_loss(model, {"input_ids": ids, "labels": ids})
+    with torch.no_grad():
+        logits = model(ids).logits
+    expected = F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    torch.testing.assert_close(loss.detach(), expected, atol=1e-4, rtol=1e-4)

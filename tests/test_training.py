@@ -209,6 +209,11 @@ def test_recipe_trains_a_model_that_loads(recipe, tmp_path):
         ("data", {"streaming": True, "validation_documents": 3}, "tokenizer.vocab_size"),
         ("lora", {"r": 4}, "model.path"),
         ("generation", {"temprature": 1.0}, "generation.temprature"),
+        ("generation", {"temperature": 0.5}, "generation"),
+        ("generation", {"max_new_tokens": -3}, "generation"),
+        ("generation", {"suppress_tokens": 5}, "generation.suppress_tokens"),
+        ("generation", {"eos_token_id": 7}, "generation.eos_token_id"),
+        ("training", {"arguments": {"label_names": ["x"]}}, "training.arguments.label_names"),
         ("optimizer", {"name": "sgd"}, "optimizer"),
     ],
 )
@@ -224,6 +229,7 @@ def test_wrong_key_is_named_before_training(recipe, tmp_path, section, change, n
     ("section", "change", "named"),
     [
         ("lora", {"rr": 4}, "lora.rr"),
+        ("lora", {"inference_mode": True}, "lora.inference_mode"),
         ("lora", {"target_modules": ["w_q"]}, "lora"),
         ("model", {"path": "nowhere/at-all"}, "model.path"),
         ("training", {"epochs": 1, "steps": None}, "training.epochs"),
@@ -640,6 +646,7 @@ def test_output_folder_of_another_recipe_is_refused(recipe, tmp_path):
 
 def test_checkpoint_is_looked_for_before_there_is_a_folder(recipe, tmp_path):
     """Of several processes, those that look before the first one has made the folder find no checkpoint."""
+    recipe["training"]["steps"] = 12
     assert last_checkpoint(load_recipe(write_recipe(recipe, tmp_path))) is None
     (tmp_path / "out" / "checkpoint-12").mkdir(parents=True)
     (tmp_path / "out" / "recipe.yaml").write_text(yaml.safe_dump(recipe))
@@ -833,3 +840,74 @@ def test_tokenizers_are_trained_on_training_text(recipe, tmp_path, monkeypatch):
     train(write_recipe(recipe, tmp_path))
     assert sorted(seen) == sorted(train_texts["text"])
     assert not set(seen) & set(held_out["text"])
+
+
+def test_a_run_is_not_made_shorter(recipe, tmp_path):
+    """Fewer steps than were taken would be reported with the weights of more."""
+    train(write_recipe(recipe, tmp_path))
+    kept = (tmp_path / "out" / "recipe.yaml").read_bytes()
+    recipe["training"]["steps"] = 4
+    with pytest.raises(RecipeError, match=r"`training\.steps` is 4, but the run in .* has taken 8"):
+        train(write_recipe(recipe, tmp_path))
+    assert (tmp_path / "out" / "recipe.yaml").read_bytes() == kept
+
+
+def test_a_run_that_never_began_is_in_nobodys_way(recipe, tmp_path, monkeypatch):
+    """A recipe that fails at its first step may be corrected in place; what generation_config says, at any time."""
+    with monkeypatch.context() as patch:
+        patch.setattr(EGMLATrainer, "training_step", lambda *args: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            train(write_recipe(recipe, tmp_path))
+    assert (tmp_path / "out" / "recipe.yaml").exists()
+    recipe["training"]["learning_rate"] = 0.02
+    train(write_recipe(recipe, tmp_path))
+    recipe["generation"] = {"do_sample": True, "top_p": 0.9}
+    train(write_recipe(recipe, tmp_path))
+    assert json.loads((tmp_path / "out" / "generation_config.json").read_text())["top_p"] == 0.9
+
+
+def test_no_report_of_other_weights(recipe, tmp_path, monkeypatch):
+    """A run that is made longer and dies while it saves its result has no report, and not that of the shorter one."""
+    train(write_recipe(recipe, tmp_path))
+    recipe["training"]["steps"] = 12
+
+    def die(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run, "save_final", die)
+    with pytest.raises(KeyboardInterrupt):
+        train(write_recipe(recipe, tmp_path))
+    assert not (tmp_path / "out" / "training.json").exists()
+    monkeypatch.undo()
+    assert train(write_recipe(recipe, tmp_path))["steps"] == 12
+
+
+@pytest.mark.parametrize(
+    ("name", "content"), [("a.txt", b"\xff\xfe\xff"), ("a.jsonl", b'{"text": "a"\n'), ("a.jsonl", b"")], ids=str
+)
+def test_unreadable_files_are_named(recipe, tmp_path, name, content):
+    """Text that is not UTF-8 or not JSON is an error that names key and file."""
+    (tmp_path / name).write_bytes(content)
+    recipe["data"]["files"] = [str(tmp_path / name)]
+    with pytest.raises(RecipeError, match=rf"`data\.files`: .*{re.escape(name)}.* cannot be read"):
+        train(write_recipe(recipe, tmp_path))
+
+
+def test_byte_order_marks_are_no_text(recipe, tmp_path):
+    """A file that an editor began with a mark begins with its text."""
+    (tmp_path / "marked.txt").write_text("The state", encoding="utf-8-sig")
+    assert load_documents(DataRecipe(files=[str(tmp_path / "marked.txt")]))["text"][0] == "The state"
+
+
+def test_held_out_text_that_is_empty():
+    """Nothing to predict is an error before the first step."""
+    share = 0.89  # the hash of no text lies just below
+    texts = ["", *(text for text in map(str, range(50)) if not is_validation(text, share))]
+    with pytest.raises(RecipeError, match="all documents that it holds out are empty"):
+        split_documents(Dataset.from_dict({"text": texts}), share)
+
+
+def test_output_folder_that_is_a_file(recipe, tmp_path):
+    (tmp_path / "out").write_text("")
+    with pytest.raises(RecipeError, match=r"`training\.output_dir`: .* is a file"):
+        train(write_recipe(recipe, tmp_path))

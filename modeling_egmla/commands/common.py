@@ -58,7 +58,7 @@ class Commands(TyperGroup):
     def invoke(self, ctx: typer.Context) -> Any:
         try:
             return super().invoke(ctx)
-        except (ValueError, OSError, ImportError, StrictDataclassError) as error:
+        except (ValueError, OSError, ImportError, SafetensorError, StrictDataclassError) as error:
             if os.environ.get(DEBUG) or getattr(error, "errno", None) == errno.EPIPE:
                 raise
             is_list = hasattr(error, "problems")  # a VerificationError, a line for each thing that is wrong

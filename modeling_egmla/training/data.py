@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 from datasets import Dataset, IterableDataset, load_dataset
+from datasets.exceptions import DatasetGenerationError
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
@@ -49,8 +50,15 @@ def load_documents(recipe: DataRecipe, seed: int = 0) -> Dataset | IterableDatas
         formats = {FILE_FORMATS.get(Path(path).suffix) for path in paths}
         if len(formats) != 1 or None in formats:
             raise RecipeError(f"`data.files` must all be of one kind of {sorted(FILE_FORMATS)}.")
-        options = {"sample_by": "document"} if formats == {"text"} else {}
-        documents = load_dataset(formats.pop(), data_files=paths, split="train", streaming=recipe.streaming, **options)
+        # Files of one byte-order mark or another begin with their first letter all the same.
+        options = {"sample_by": "document", "encoding": "utf-8-sig"} if formats == {"text"} else {}
+        try:
+            documents = load_dataset(
+                formats.pop(), data_files=paths, split="train", streaming=recipe.streaming, **options
+            )
+        except (DatasetGenerationError, StopIteration, OSError, ValueError) as error:
+            names = paths[0] if len(paths) == 1 else f"one of {len(paths)} files, {paths[0]} the first of them,"
+            raise RecipeError(f"`data.files`: {names} cannot be read: {error.__cause__ or error!r}") from error
     columns = documents.column_names or list(next(iter(documents)))  # a stream may not know before its first row
     if recipe.text_column not in columns:
         raise RecipeError(f"`data.text_column` is {recipe.text_column!r}, but there are {columns}.")
@@ -113,7 +121,7 @@ def split_documents(
     A stream's training text stays a stream.
 
     Raises:
-        RecipeError: one side would be empty.
+        RecipeError: one side would be empty, or have no text.
     """
 
     def is_training(text: str) -> bool:
@@ -126,6 +134,8 @@ def split_documents(
     else:
         train = documents.select([row for row, text in enumerate(documents["text"]) if is_training(text)])
         is_empty = not len(train)
+    if len(validation) and not any(validation["text"]):
+        raise RecipeError("`data.validation_share`: all documents that it holds out are empty. Take them out.")
     if is_empty or not len(validation):
         raise RecipeError(
             f"`data.validation_share` {validation_share} leaves {'no' if is_empty else 'some'} documents to train on "

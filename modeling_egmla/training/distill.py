@@ -84,6 +84,10 @@ class DistillRecipe:
     def validate_stream(self):
         check_stream_length(self)
 
+    def validate_losses(self):
+        if self.training.arguments.get("label_smoothing_factor"):
+            raise ValueError("`training.arguments.label_smoothing_factor`: no loss here reads it. Leave it out.")
+
 
 class DistillationTrainer(EGMLATrainer):
     """

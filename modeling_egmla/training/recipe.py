@@ -10,7 +10,7 @@ from huggingface_hub.dataclasses import as_validated_field, strict
 from huggingface_hub.errors import StrictDataclassClassValidationError, StrictDataclassFieldValidationError
 from transformers import GenerationConfig, SchedulerType, TrainingArguments
 
-from ..configuration_egmla import EGMLAConfig
+from ..configuration_egmla import SPECIAL_IDS, EGMLAConfig
 
 
 # Arguments of Trainer that a recipe sets by another key's name; those of the same name are in `TrainingRecipe` itself.
@@ -33,6 +33,7 @@ REFUSED_ARGUMENTS = {
     "prediction_loss_only": "the validation loss is a mean over tokens, which needs the loss of each",
     "batch_eval_metrics": "the validation loss is a mean over all tokens alike",
     "eval_do_concat_batches": "the validation loss is a mean over all tokens alike",
+    "label_names": "what is predicted is the text itself",
     "hub_token": "a recipe is copied beside the model and published with it; log in with `hf auth login` or HF_TOKEN",
 }
 
@@ -222,6 +223,8 @@ class Recipe:
 
         if unknown := set(self.lora) - {f.name for f in fields(LoraConfig)}:
             raise ValueError(f"`lora.{min(unknown)}` is no field of PEFT's LoraConfig.")
+        if self.lora.get("inference_mode"):
+            raise ValueError("`lora.inference_mode`: an adapter that does not learn would be trained. Leave it out.")
 
     def validate_stream(self):
         check_stream_length(self)
@@ -231,6 +234,14 @@ class Recipe:
     def validate_generation(self):
         if unknown := set(self.generation) - set(GenerationConfig().to_dict()):
             raise ValueError(f"`generation.{min(unknown)}` is no field of GenerationConfig.")
+        if special := sorted(set(self.generation) & set(SPECIAL_IDS)):
+            raise ValueError(f"`generation.{special[0]}`: special ids are those of the tokenizer. Leave it out.")
+        if not isinstance(self.generation.get("suppress_tokens", []), list):
+            raise ValueError("`generation.suppress_tokens` must be a list of ids.")
+        try:
+            GenerationConfig(**self.generation).validate(strict=True)  # as when it is saved, after all the training
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"`generation`: {error}") from error
 
 
 def read_section(section_class: type, values: Any, name: str = "") -> Any:

@@ -248,10 +248,14 @@ def save_final(trainer: EGMLATrainer, tokenizer, recipe: TrainingRecipe, generat
 
 
 def check_same_run(earlier: Recipe, recipe: Recipe) -> None:
-    """Raises a `RecipeError` if the recipes differ in more than how long to train: a run may be made longer."""
+    """
+    Raises a `RecipeError` if the recipes differ in more than how long to train and what the generation_config says: a
+    run may be made longer.
+    """
     earlier, recipe = asdict(earlier), asdict(recipe)
     for values in (earlier, recipe):
         del values["training"]["steps"], values["training"]["epochs"]
+        values.pop("generation", None)
     for section in recipe:
         if earlier[section] != recipe[section]:
             folder = recipe["training"]["output_dir"]
@@ -266,12 +270,22 @@ def last_checkpoint(recipe: Recipe) -> str | None:
     The checkpoint that a run of the recipe continues from, if there is one.
 
     Raises:
-        RecipeError: the output folder holds a run of another recipe.
+        RecipeError: the output folder holds a run of another recipe, or one that went further.
     """
     folder = Path(recipe.training.output_dir)
+    if folder.exists() and not folder.is_dir():
+        raise RecipeError(f"`training.output_dir`: {folder} is a file. Name another folder.")
     kept, checkpoint = folder / "recipe.yaml", get_last_checkpoint(folder) if folder.is_dir() else None
+    if checkpoint is None and not (folder / "training.json").exists():
+        return None  # nothing was trained yet, whatever was written down
     if kept.exists():
         check_same_run(load_recipe(kept, type(recipe)), recipe)
+        steps = 0 if checkpoint is None else int(checkpoint.rpartition("-")[2])
+        if recipe.training.steps is not None and steps > recipe.training.steps:
+            raise RecipeError(
+                f"`training.steps` is {recipe.training.steps}, but the run in {folder} has taken {steps}: ask for as "
+                "many or more, or name another folder."
+            )
     elif checkpoint is not None:
         raise RecipeError(
             f"`training.output_dir`: {folder} holds {Path(checkpoint).name} of a run without a recipe, which cannot "
@@ -439,6 +453,8 @@ def finish(
         command.
     """
     trainer.model.config.use_cache = use_cache
+    if trainer.is_world_process_zero():
+        (Path(recipe.output_dir) / "training.json").unlink(missing_ok=True)  # of weights that are about to go
     save_final(trainer, text.tokenizer, recipe, generation)
     trainer.accelerator.wait_for_everyone()
 
