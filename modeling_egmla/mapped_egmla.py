@@ -142,7 +142,7 @@ def find_tables(checkpoint: str, suffix: str, variant: str | None = None, **down
     """
 
     def with_variant(name: str) -> str:
-        stem, _, extension = name.partition(".")
+        stem, _, extension = name.rpartition(".")
         return name if variant is None else f"{stem}.{variant}.{extension}"
 
     def file_of(name: str) -> str | None:
