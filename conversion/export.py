@@ -136,7 +136,7 @@ def export_model(
             (staging / "README.md").write_text(card, encoding="utf-8")
         if problems := check_code(staging) + check_special_ids(staging) + check_privacy(staging):
             raise VerificationError(folder, problems)
-        mode = (staging / "README.md").stat().st_mode
+        mode = staging.stat().st_mode & 0o666
         for name in list_files(staging):
             (staging / name).chmod(mode)  # the library leaves weights readable to their owner only
         write_manifest(staging, model)

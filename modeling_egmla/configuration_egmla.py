@@ -158,7 +158,7 @@ class EGMLAConfig(PreTrainedConfig):
                 )
         super().__post_init__(**kwargs)
         self.check()
-        if self.layer_group_size > 1:  # layers whose weights are gone again would read the first one's up-projection
+        if self.layer_group_size > 1:  # the group's other layers read it too, when its own layer is sharded again
             shared = {"layers.*.self_attn.kv_b_proj": "free_full_weight"}
             self.base_model_fsdp_plan = shared | self.base_model_fsdp_plan
 

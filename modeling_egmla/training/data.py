@@ -50,7 +50,7 @@ def load_documents(recipe: DataRecipe, seed: int = 0) -> Dataset | IterableDatas
         formats = {FILE_FORMATS.get(Path(path).suffix) for path in paths}
         if len(formats) != 1 or None in formats:
             raise RecipeError(f"`data.files` must all be of one kind of {sorted(FILE_FORMATS)}.")
-        # Files of one byte-order mark or another begin with their first letter all the same.
+        # A byte-order mark is no text.
         options = {"sample_by": "document", "encoding": "utf-8-sig"} if formats == {"text"} else {}
         try:
             documents = load_dataset(
