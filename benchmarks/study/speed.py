@@ -16,7 +16,7 @@ from modeling_egmla.files import write_whole
 
 
 REFERENCE = "mla"
-ACCUMULATED = 4  # batches of a step, as the recipes have it
+ACCUMULATED = 4  # batches of a step, as in `Run.recipe`
 
 
 class Trained:
