@@ -5,6 +5,7 @@ quantised. Every step leaves a result file at its end and is not repeated; heali
 
 import copy
 import json
+import os
 import random
 import shlex
 import subprocess
@@ -30,6 +31,7 @@ from transformers import (
 )
 
 from modeling_egmla import EGMLACache, EGMLAForCausalLM
+from modeling_egmla.benchmark.cells import RETAINED
 from modeling_egmla.conversion.calibration import read_windows, split_windows
 from modeling_egmla.conversion.cards import render_card
 from modeling_egmla.conversion.checking import score_text
@@ -289,7 +291,7 @@ def heal(study: Study, width: int, output: Path) -> None:
     path = study.folder / f"heal-{width}.yaml"
     path.write_text(yaml.safe_dump(recipe, sort_keys=False), encoding="utf-8")
     command = [str(Path(sys.executable).with_name("egmla")), "distill", str(path)]
-    if code := subprocess.run(command).returncode:
+    if code := subprocess.run(command, env={**RETAINED, **os.environ}).returncode:
         raise RuntimeError(f"`{shlex.join(command)}` ended with {code}.")
     report = json.loads((output / "training.json").read_text(encoding="utf-8"))
     report["width"] = width

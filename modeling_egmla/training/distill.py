@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from huggingface_hub.dataclasses import strict
+from torch.autograd.function import once_differentiable
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, default_data_collator
 
 from ..files import write_whole
@@ -40,6 +40,9 @@ from .run import (
     write_start,
 )
 from .trainer import EGMLATrainer, JSONLinesLog, mean_token_loss, token_losses
+
+
+DIVERGENCE_CHUNK = 128  # tokens whose distributions are compared at a time
 
 
 @strict
@@ -115,14 +118,13 @@ class DistillationTrainer(EGMLATrainer):
         ids = {name: value for name, value in inputs.items() if name != "labels"}
         with_states = weights.hidden_states > 0
         outputs = model(**ids, use_cache=False, output_hidden_states=with_states)
-        with torch.no_grad():
+        with torch.no_grad(), self.accelerator.autocast():  # the teacher is not prepared, as the student is
             target = self.teacher(**ids, use_cache=False, output_hidden_states=with_states)
 
         losses = {}
         if weights.logits:
-            temperature = weights.temperature
-            divergences = token_divergences(outputs.logits / temperature, target.logits / temperature)
-            losses["logits"] = temperature**2 * divergences[:, :-1][predicted].sum() / count
+            divergences = token_divergences(outputs.logits, target.logits, weights.temperature)
+            losses["logits"] = weights.temperature**2 * divergences[:, :-1][predicted].sum() / count
         if with_states:
             errors = state_errors(outputs.hidden_states, target.hidden_states)
             losses["hidden_states"] = errors[:, :-1][predicted].sum() / count
@@ -148,10 +150,42 @@ class DistillationTrainer(EGMLATrainer):
         super().log(logs, *args, **kwargs)
 
 
-def token_divergences(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Kullback-Leibler divergence of each token's distribution from its target's, [B, S], in nats, of [B, S, V]."""
-    log_target = target.float().log_softmax(-1)
-    return F.kl_div(logits.float().log_softmax(-1), log_target, reduction="none", log_target=True).sum(-1)
+def token_divergences(logits: torch.Tensor, target: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
+    """
+    Kullback-Leibler divergence of each token's distribution from its target's, [B, S], in nats, of logits [B, S, V]
+    divided by `temperature`. Gradients go to `logits` alone.
+    """
+    return _Divergences.apply(logits, target, temperature)
+
+
+class _Divergences(torch.autograd.Function):
+    """
+    With respect to its logits a divergence has the gradient (q - p) / temperature, p being the target's distribution.
+    It is computed on the way, a few tokens at a time: a vocabulary is wide, and a temporary of all tokens would be
+    larger than any other activation.
+    """
+
+    @staticmethod
+    def forward(ctx, logits: torch.Tensor, target: torch.Tensor, temperature: float) -> torch.Tensor:
+        gradient = torch.empty_like(logits) if ctx.needs_input_grad[0] else None
+        divergences = torch.empty(logits.shape[:-1], dtype=torch.float32, device=logits.device)
+        for row in range(logits.shape[0]):
+            for start in range(0, logits.shape[1], DIVERGENCE_CHUNK):
+                here = (row, slice(start, start + DIVERGENCE_CHUNK))
+                log_q = (logits[here].float() / temperature).log_softmax(-1)
+                log_p = (target[here].float() / temperature).log_softmax(-1)
+                p = log_p.exp()
+                divergences[here] = (p * log_p.sub_(log_q)).sum(-1)
+                if gradient is not None:
+                    gradient[here] = log_q.exp_().sub_(p).div_(temperature)
+        ctx.save_for_backward(gradient)
+        return divergences
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, upstream: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (gradient,) = ctx.saved_tensors
+        return gradient * upstream[..., None].to(gradient.dtype), None, None
 
 
 def state_errors(states: tuple[torch.Tensor, ...], target: tuple[torch.Tensor, ...]) -> torch.Tensor:
