@@ -318,6 +318,38 @@ def test_losses_are_what_they_say():
     torch.testing.assert_close(room.state_errors(states, wanted), torch.full((1, 2), (1 + 0.25) / 2))
 
 
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.bfloat16, 5e-3)])
+@pytest.mark.parametrize("temperature", [1.0, 2.5])
+def test_divergences_have_the_gradient_of_their_definition(dtype, bound, temperature):
+    """Value and gradient are those of float64 autograd, over more tokens than one chunk; targets get none."""
+    logits, target = (3 * torch.randn(2, 2, room.DIVERGENCE_CHUNK + 37, 11)).to(dtype).unbind()
+    weights = torch.rand(logits.shape[:-1])
+    ours = logits.clone().requires_grad_()
+    divergences = room.token_divergences(ours, target.requires_grad_(), temperature)
+    (divergences * weights).sum().backward()
+
+    exact = logits.double().requires_grad_()
+    p, q = (x.double().div(temperature).softmax(-1) for x in (target.detach(), exact))
+    expected = (p * (p / q).log()).sum(-1)
+    (expected * weights).sum().backward()
+    torch.testing.assert_close(divergences.double(), expected, atol=1e-5, rtol=1e-5)
+    assert ours.grad.dtype == dtype and target.grad is None
+    assert (ours.grad.double() - exact.grad).norm() < bound * exact.grad.norm()
+    with torch.no_grad():
+        assert torch.equal(room.token_divergences(logits, target, temperature), divergences)
+
+
+def test_teacher_runs_in_the_precision_of_the_run(recipe, pair, tmp_path):
+    """With `bf16` the teacher multiplies in bfloat16 as the student does, and keeps its float32 weights."""
+    student, teacher = (EGMLAForCausalLM.from_pretrained(pair / "student") for _ in range(2))
+    trainer = make_trainer(recipe, tmp_path, student, teacher, arguments={"bf16": True, "eval_strategy": "no"})
+    seen = []
+    teacher.model.layers[0].mlp.up_proj.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+    trainer.train()
+    assert set(seen) == {torch.bfloat16}
+    assert {weight.dtype for weight in teacher.parameters()} == {torch.float32}
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
