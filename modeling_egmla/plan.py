@@ -31,7 +31,7 @@ PLACES_PER_TOKEN = 1.6
 GROUP_BYTES = 24
 
 # Distinct ids in so many tokens of presidential messages, GPT-2's tokenizer (docs/decoding.md).
-DISTINCT_IDS = {1: 1, 256: 151, 1024: 439, 4096: 1224, 16384: 3105, 65536: 6491, 131072: 8848, 2_390_000: 26908}
+DISTINCT_IDS = {1: 1, 256: 148, 1024: 442, 4096: 1246, 16384: 3105, 65536: 6489, 131072: 8846, 2_388_908: 26907}
 
 
 @dataclass(frozen=True)
