@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from .checkpoint import ConversionError
-from .vocabulary import load_tokenizer
+from .vocabulary import leading_ids, load_tokenizer
 
 
 WINDOW = 256  # tokens in a piece of calibration text
@@ -43,7 +43,10 @@ def read_windows(calibration: str | Path | torch.Tensor, tokens: int, source: Pa
             raise ConversionError(f"Calibration text needs a tokenizer, and {source} has none: put it there.")
         # Some eight bytes a token at most, so that a large file is not tokenised in vain.
         ids = tokenizer(text[: 8 * tokens], add_special_tokens=False, verbose=False)["input_ids"][:tokens]
-        windows = torch.tensor(ids[: len(ids) // length * length]).view(-1, length)
+        leading = leading_ids(tokenizer)  # attention leans on it, in every text
+        room = length - len(leading)
+        starts = range(0, len(ids) - room + 1, room)
+        windows = torch.tensor([leading + ids[start : start + room] for start in starts]).view(-1, length)
     if windows.dim() != 2 or windows.shape[0] < 2:
         raise ConversionError(f"Calibration needs at least two windows of {length} tokens: give more text.")
     if (outside := windows[(windows < 0) | (windows >= config.vocab_size)]).numel():

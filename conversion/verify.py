@@ -345,6 +345,13 @@ def check_special_ids(folder: Path) -> list[str]:
             f"The tokenizer has id {max(ids)}, but the model only {config.vocab_size} rows: use the model's own "
             "tokenizer, or `model.resize_token_embeddings(len(tokenizer))`."
         )
+    suppressed = getattr(generation, "suppress_tokens", None) or ()
+    ends = _as_list(getattr(generation, "eos_token_id", None))
+    if never := [token_id for token_id in ends if token_id in suppressed]:
+        problems.append(
+            f"`suppress_tokens` in generation_config.json has {never[0]}, an `eos_token_id`: no text would end. Take "
+            "it out."
+        )
     unused = ids_without_token(tokenizer, config.vocab_size)
     if generation is not None and not set(unused) <= set(generation.suppress_tokens or []):
         problems.append(

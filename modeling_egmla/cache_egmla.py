@@ -315,9 +315,7 @@ class EGMLAStaticLayer(_MovesTogether, _StaticBatch):
         """As [`EGMLALayer.update`]; returns the whole room, [B, 1, max_cache_len, C] and [B, 1, max_cache_len, R]."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        if is_frozen(self.keys):
-            self.keys, self.values = self.keys.clone(), self.values.clone()
-            self._change_token_ids(torch.clone)
+        self._thaw()
         for room, new in ((self.keys, key_states), (self.values, value_states)):
             if (room.shape[0], room.shape[-1]) != (new.shape[0], new.shape[-1]):
                 raise ValueError(
@@ -336,7 +334,16 @@ class EGMLAStaticLayer(_MovesTogether, _StaticBatch):
             self.token_ids.index_copy_(1, cache_position, token_ids.to(self.device, torch.int32))
         return super().update(key_states, value_states)
 
+    def _thaw(self) -> None:
+        """Copies what was made under inference_mode and is about to be written to outside of it."""
+        if is_frozen(self.cumulative_length):
+            self.cumulative_length = self.cumulative_length.clone()
+        if self.is_initialized and is_frozen(self.keys):
+            self.keys, self.values = self.keys.clone(), self.values.clone()
+            self._change_token_ids(torch.clone)
+
     def reset(self) -> None:
+        self._thaw()
         super().reset()
         if self.token_ids is not None:
             self.token_ids.zero_()
@@ -355,6 +362,7 @@ class EGMLAStaticLayer(_MovesTogether, _StaticBatch):
 
     def crop(self, tokens_to_remove: int) -> None:
         """As [`EGMLALayer.crop`]; slots of removed tokens are written over later."""
+        self._thaw()
         super().crop(tokens_to_remove)
         self.cumulative_length.clamp_(min=0)
         self._crop_derived()
@@ -371,7 +379,8 @@ class _LatentCache(Cache):
     holds_latents = True
 
     def __init__(self, config: EGMLAConfig, layers: list, offloading: bool):
-        super().__init__(layers=layers, offloading=offloading)
+        # One layer has no other to run while it is fetched, and would be fetched while it is written to.
+        super().__init__(layers=layers, offloading=offloading and len(layers) > 1)
         self.stream_widths = (config.kv_lora_rank, config.qk_rope_head_dim)
 
     def early_initialization(

@@ -3,9 +3,11 @@ What `generate()` asks of a model beside its forward pass: the cache that holds 
 one, and prompts that are checked, and fit the cache they come with, before the first step.
 """
 
+import torch
 from transformers.cache_utils import DynamicCache, StaticCache
 from transformers.generation import GenerationMixin
 from transformers.utils.deprecation import deprecate_kwarg
+from transformers.utils.generic import is_flash_attention_requested
 
 from .cache_egmla import EGMLACache, EGMLAStaticCache
 from .inputs_egmla import check_ids_in_vocabulary
@@ -31,6 +33,7 @@ class EGMLAGenerationMixin(GenerationMixin):
             generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
         )
         cache = model_kwargs.get("cache")
+        sequences = batch_size * max(generation_config.num_beams, generation_config.num_return_sequences)
         if given is not None:
             # A stock dynamic cache makes its layers at the first update, and cannot say its room before.
             room = given.get_max_length() if getattr(given, "layers", None) else -1
@@ -45,11 +48,21 @@ class EGMLAGenerationMixin(GenerationMixin):
             cache = EGMLAStaticCache(self.config, cache.get_max_length(), offloading=cache.offloading)
             if generation_config.prefill_chunk_size is not None and not hasattr(self, "hf_device_map"):
                 # Chunks are prefilled by compiled code, which must find the room there.
-                sequences = batch_size * max(generation_config.num_beams, generation_config.num_return_sequences)
                 cache.early_initialization(sequences, 1, self.config.qk_head_dim, self.dtype, self.device)
             model_kwargs["cache"] = cache
+        if (
+            isinstance(model_kwargs.get("cache"), EGMLAStaticCache)
+            and model_kwargs.get("attention_mask") is None
+            and is_flash_attention_requested(self.config)
+        ):
+            # Flash attention tells slots that are not filled by the mask, which the library keeps beside caches of
+            # its own only.
+            mask_size = (sequences, generation_config._mask_length)
+            model_kwargs["attention_mask"] = torch.ones(mask_size, dtype=torch.long, device=self.device)
 
     def _prefill(self, input_ids, generation_config, model_kwargs, is_first_iteration=True):
+        if generation_config.prefill_chunk_size is not None and model_kwargs.get("inputs_embeds") is not None:
+            raise ValueError("`prefill_chunk_size` cuts `input_ids`, not `inputs_embeds`: leave it out, or pass ids.")
         self._check_prompt(input_ids, generation_config, model_kwargs)
         return super()._prefill(input_ids, generation_config, model_kwargs, is_first_iteration)
 
@@ -58,6 +71,12 @@ class EGMLAGenerationMixin(GenerationMixin):
         if self._check_prompt(input_ids, generation_config, kwargs):
             # The library's first step reads the whole prompt again, and would append it to what is cached.
             cache.crop(-int(cache.get_seq_length()))
+        elif (mask := kwargs.get("attention_mask")) is not None and mask.shape[1] > input_ids.shape[1]:
+            # The library would cut the mask to the new tokens, as if these were the whole text.
+            raise ValueError(
+                f"The attention mask covers {mask.shape[1]} tokens, but `input_ids` has only the last "
+                f"{input_ids.shape[1]}: with padding, assisted decoding and prompt lookup need the whole text."
+            )
         return super()._assisted_decoding(input_ids, logits_processor, stopping_criteria, generation_config, **kwargs)
 
     def _check_prompt(self, input_ids, generation_config, model_kwargs) -> bool:
@@ -106,7 +125,11 @@ class EGMLAGenerationMixin(GenerationMixin):
                     f"The cache holds a batch of {cached_ids.shape[0]} sequences, but {prefix.shape[0]} are generated "
                     "(rows times beams or returned sequences): repeat it first, with `cache.batch_repeat_interleave`."
                 )
-            if ((cached_ids != prefix) & (cached_ids >= 0)).any():
+            differs = ((cached_ids != prefix) & (cached_ids >= 0)).any(0)
+            if differs.any() and generation_config.is_assistant:
+                # Another tokenizer than the model's read its drafts, and they came back cut into other tokens.
+                cache.crop(int(differs.int().argmax()) - past_length)
+            elif differs.any():
                 raise ValueError(
                     "The prompt does not begin with the tokens that the cache holds (`cache.token_ids`). Pass the "
                     "whole text, or only new tokens with an attention mask that covers the cached ones too."

@@ -92,7 +92,8 @@ def find_token_ids(
     # On an accelerator this would wait for the device at every step; `generate` checks its prompt there.
     if token_ids.device.type == "cpu" and not torch.compiler.is_compiling():
         check_ids_in_vocabulary(token_ids, config.vocab_size)
-    return token_ids
+    # `generate` moves the prompt to the model, and not what comes beside it.
+    return token_ids if inputs_embeds is None else token_ids.to(inputs_embeds.device)
 
 
 def check_cache(config: EGMLAConfig, cache: Cache) -> None:

@@ -27,7 +27,7 @@ class MappedTensor:
     The file must not be written to while it is mapped; replacing it by another one of its name is harmless.
 
     Raises:
-        ValueError: the file has no such tensor.
+        ValueError: the file has no such tensor, or has it in a dtype that is not mapped.
     """
 
     def __init__(self, path: str, name: str):
@@ -35,6 +35,11 @@ class MappedTensor:
         header, start = read_header(path)
         if name not in header:
             raise ValueError(f"{path} has no tensor {name}.")
+        if header[name]["dtype"] not in FILE_DTYPES:
+            raise ValueError(
+                f"{path}: {name} is stored as {header[name]['dtype']}, which cannot be mapped: save the model in one "
+                f"of {', '.join(FILE_DTYPES)}."
+            )
         dtype, shape = FILE_DTYPES[header[name]["dtype"]], header[name]["shape"]
         first, last = (start + offset for offset in header[name]["data_offsets"])
         page = first - first % mmap.ALLOCATIONGRANULARITY

@@ -439,6 +439,11 @@ def place_embedding(
     shape = (embedding.num_embeddings, embedding.embedding_dim)
     if stored is not None:
         mapped = MappedTensor(*stored)
+    if mapped is not None and not mapped.tensor.is_floating_point():
+        raise ValueError(
+            f"{mapped.name} in {mapped.path} has whole numbers and no scales, so it is no gate table of this model: "
+            "save the model with `save_pretrained(folder)`, and name the folder as `checkpoint`."
+        )
     if mapped is not None and tuple(mapped.tensor.shape) != shape:
         raise ValueError(
             f"{mapped.name} in {mapped.path} has shape {tuple(mapped.tensor.shape)}, but this model's table {shape}."

@@ -282,6 +282,8 @@ def test_recipes_are_found_by_name(tmp_path):
     assert find_recipe(str(tmp_path / "mine.yaml")) == tmp_path / "mine.yaml"
     with pytest.raises(ValueError, match="lora-shakespeare"):
         find_recipe("egmla-base")
+    with pytest.raises(ValueError, match="egmla distill"):
+        find_recipe("distill-smollm2")
 
 
 @pytest.mark.parametrize(
@@ -301,6 +303,7 @@ def test_recipes_are_found_by_name(tmp_path):
         (["plan", "--plot", "FOLDER/plan.xyz"], "xyz"),
         (["eval", "nobody/nothing"], "There is no model nobody/nothing"),
         (["eval", "--tasks", " , "], "--tasks names no task"),
+        (["eval", "--suite", "paper", "--output", "FOLDER/results.md"], ".json"),
         (["generate", "\udcff\udcfe", "--model", "FOLDER"], "not UTF-8"),
         (["generate", "x", "--model", "FOLDER", "--device", "meta"], "--device meta"),
         (["push", "FOLDER", "a/b/c", "--dry-run"], "a/b/c"),

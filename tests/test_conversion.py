@@ -16,7 +16,7 @@ import typer
 from conftest import TINY, scramble, tiny_model
 from safetensors.torch import load_file, save_file
 from tiny_export import TOKENS, tiny_tokenizer
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -31,7 +31,7 @@ from typer.testing import CliRunner
 from modeling_egmla import EGMLAConfig, EGMLAForCausalLM
 from modeling_egmla.commands.common import Commands
 from modeling_egmla.commands.convert import convert as convert_command
-from modeling_egmla.conversion.calibration import split_windows
+from modeling_egmla.conversion.calibration import read_windows, split_windows
 from modeling_egmla.conversion.checkpoint import Checkpoint, ConversionError, Fp8Blocks
 from modeling_egmla.conversion.converter import CheckFailed, convert, plan_conversion
 from modeling_egmla.conversion.gating import near_isometry
@@ -364,6 +364,25 @@ def test_tokenizer_with_code_of_its_own_is_not_run(copied, tmp_path):
     report = convert(folder, tmp_path / "out")
     assert any("does not load without code of its own" in note for note in report.notes)
     assert report.left == ["own.py"] and not proof.exists()
+
+
+def test_calibration_begins_as_the_tokenizer_does(tmp_path):
+    """Windows of a tokenizer that puts a bos in front of texts have it, each in front of its own piece of the text."""
+    tokenizer = tiny_tokenizer(97)
+    tokenizer.save_pretrained(tmp_path / "without")
+    tokenizer.add_special_tokens({"eos_token": "!"})
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", tokenizer.bos_token_id)]
+    )
+    tokenizer.save_pretrained(tmp_path / "with")
+    (tmp_path / "text.txt").write_text("PEACE AND TRADE " * 20)
+    config = EGMLAConfig(**{**TINY, "max_position_embeddings": 40})
+    windows = {name: read_windows(tmp_path / "text.txt", 300, tmp_path / name, config) for name in ("without", "with")}
+    text = windows["without"].flatten()
+    assert all(len(of) > 4 and of.shape[1] == 40 for of in windows.values())
+    assert (windows["with"][:, 0] == 1).all() and (text != 1).all()
+    begun = windows["with"][:, 1:].flatten()[: len(text)]
+    assert torch.equal(begun, text[: len(begun)])
 
 
 def save_tokenizer(folder: Path, **settings) -> None:

@@ -164,6 +164,17 @@ def test_reported_loss_is_that_of_the_saved_model(recipe, pair, tmp_path):
     assert (tmp_path / "out/generation_config.json").read_text() == generation
 
 
+def test_generation_that_could_not_be_saved_is_refused_first(recipe, pair, tmp_path):
+    """Conversions carry over what the library would not save; that is said before the first step."""
+    shutil.copytree(pair / "student", tmp_path / "student")
+    path = tmp_path / "student" / "generation_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "do_sample": False, "temperature": 0.5}))
+    recipe["models"]["student"] = str(tmp_path / "student")
+    with pytest.raises(RecipeError, match=r"`models\.student`: .*temperature.* Mend"):
+        distill(write(recipe, tmp_path / "recipe.yaml"))
+    assert not (tmp_path / "out").exists()
+
+
 def test_run_of_another_text_is_refused(recipe, pair, tmp_path):
     """A run is not continued on a text that has changed."""
     text = tmp_path / "text"

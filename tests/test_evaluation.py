@@ -498,6 +498,19 @@ def test_number_of_examples_reaches_the_harness():
         assert task.get_config("num_fewshot") == (shots or 0)
 
 
+def test_examples_that_a_task_does_not_take_are_refused(monkeypatch):
+    """The harness would leave a task that is defined with 0 examples at that, with a line of its log."""
+    from lm_eval.api.task import ConfigurableTask
+
+    get_config = ConfigurableTask.get_config
+    monkeypatch.setattr(
+        ConfigurableTask, "get_config", lambda self, key: 0 if key == "num_fewshot" else get_config(self, key)
+    )
+    with pytest.raises(ValueError, match="--num-fewshot 2: the task sotu_continuation is defined without"):
+        load_tasks(["sotu_continuation"], 2)
+    load_tasks(["sotu_continuation"], 0)
+
+
 def test_damaged_weights_have_no_perplexity(make_model, tokenizer):
     """A model that gives NaN is an error, not a score."""
     model = make_model(vocab_size=len(tokenizer))

@@ -284,6 +284,7 @@ IDS = {
     "outside, generation": ("generation_config.json", {"pad_token_id": 97}, "outside the vocabulary of 97"),
     "tokenizer differs": ("config.json", {"eos_token_id": 5}, "the tokenizer's is 1"),
     "never stops": ("generation_config.json", {"eos_token_id": None}, "never stop"),
+    "suppressed end": ("generation_config.json", {"suppress_tokens": [1, *range(60, 97)]}, "no text would end"),
     "not suppressed": ("generation_config.json", {"suppress_tokens": None}, "37 ids without a token"),
     "vocabulary too small": ("config.json", {"vocab_size": 50}, "The tokenizer has id 59"),
 }

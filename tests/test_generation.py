@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import random
 import threading
 import weakref
 
@@ -20,6 +21,7 @@ from transformers import (
     pipeline,
 )
 from transformers.generation.streamers import BaseStreamer
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from modeling_egmla import EGMLACache, EGMLAForCausalLM, EGMLAModel, EGMLAStaticCache, generation_egmla, inputs_egmla
 
@@ -230,6 +232,86 @@ def test_drafts_continue_a_filled_cache(make_model, kind, only_new):
     )
     assert torch.equal(outputs.sequences[:, -12:], expected[:, -12:])
     assert int(outputs.cache.get_seq_length()) == 23
+
+
+def test_drafts_of_padded_text_need_the_whole_of_it(make_model):
+    """The library would cut the mask as if the new tokens were all of the text, and hide them behind the padding."""
+    model = make_model()
+    ids = torch.cat((torch.zeros(1, 3, dtype=torch.long), random_ids(1, 9)), 1)
+    mask = (torch.arange(12) >= 3).long()[None]
+    expected = greedy(model, ids, 8, attention_mask=mask)
+    for prompt in (ids, ids[:, 8:]):
+        cache = EGMLACache(model.config)
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)
+        with torch.no_grad():
+            model(ids[:, :8], attention_mask=mask[:, :8], position_ids=positions[:, :8], cache=cache)
+        drafted = {"attention_mask": mask, "cache": cache, "prompt_lookup_num_tokens": 3}
+        if prompt is ids:
+            assert torch.equal(greedy(model, prompt, 8, **drafted), expected)
+        else:
+            with pytest.raises(ValueError, match="covers 12 tokens, but `input_ids` has only the last 4"):
+                greedy(model, prompt, 8, **drafted)
+
+
+class Words:
+    """A tokenizer of letters and, greedily, of the given words of ten letters."""
+
+    def __init__(self, words: list[str]):
+        self.pieces = [*"abcdefghijklmnopqrstuvwxyz", *words]
+        self.ids = {piece: index for index, piece in enumerate(self.pieces)}
+
+    def get_vocab(self) -> dict[str, int]:
+        return self.ids
+
+    def decode(self, ids: torch.Tensor, **kwargs) -> str:
+        return "".join(self.pieces[index] for index in ids.flatten().tolist())
+
+    def __call__(self, text: str, **kwargs) -> dict[str, torch.Tensor]:
+        ids = []
+        while text:
+            piece = text[:10] if text[:10] in self.ids else text[0]
+            ids.append(self.ids[piece])
+            text = text[len(piece) :]
+        return {"input_ids": torch.tensor([ids])}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_assistant_of_another_vocabulary(make_model, seed):
+    """Drafts that come back in other tokens than the assistant wrote cost it a part of its cache, and no text."""
+    rng = random.Random(seed)
+    words = ["".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=10)) for _ in range(71)]
+    model, assistant = make_model(seed=seed), make_model(seed=seed + 9, vocab_size=26, pad_token_id=None)
+    assistant.generation_config.num_assistant_tokens = 3
+    assistant.generation_config.num_assistant_tokens_schedule = "constant"
+    assistant.generation_config.assistant_confidence_threshold = 0.0
+    ids = random_ids(1, 9)
+    both = {"tokenizer": Words(words), "assistant_tokenizer": Words([])}
+    assert torch.equal(greedy(model, ids, 20, assistant_model=assistant, **both), greedy(model, ids, 20))
+
+
+def test_flash_attention_knows_the_empty_slots_of_a_given_cache(make_model, monkeypatch):
+    """Its mask says how much of a static cache is filled, whether `generate` made the cache or was given it."""
+
+    def flash(module, query, key, value, mask, scaling, **kwargs):
+        filled = key.shape[2] if mask is None else mask.shape[1]
+        after = torch.arange(filled) > torch.arange(filled - query.shape[2], filled)[:, None]
+        scores = (query @ key[:, :, :filled].mT * scaling).masked_fill(after, float("-inf"))
+        return (scores.softmax(-1) @ value[:, :, :filled]).transpose(1, 2), None
+
+    model, ids = make_model(), random_ids(2, 9)
+    expected = greedy(model, ids, 6)
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "flash_attention_2", flash)
+    model.config._attn_implementation_internal = "flash_attention_2"
+    assert torch.equal(greedy(model, ids, 6), expected)
+    assert torch.equal(greedy(model, ids, 6, cache=EGMLAStaticCache(model.config, 20)), expected)
+
+
+def test_chunks_of_embeddings_are_refused(make_model):
+    """The library would cut ids, of which there are none."""
+    model, ids = make_model(), random_ids(1, 9)
+    embeddings = {"inputs_embeds": model.get_input_embeddings()(ids).detach(), "token_ids": ids}
+    with pytest.raises(ValueError, match="`prefill_chunk_size` cuts `input_ids`"):
+        model.generate(**embeddings, max_new_tokens=4, prefill_chunk_size=4)
 
 
 def left_padded(lengths: list[int], pad_id: int = 0) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
@@ -910,9 +992,16 @@ def test_prefill_and_decode_under_different_modes(make_model, make_cache, first,
     """A cache that was filled under inference_mode decodes under no_grad, and the other way round."""
     model = make_model()
     ids = random_ids(2, 8)
-    cache = make_cache(model.config)
     with getattr(torch, first)():
-        model(ids[:, :5], cache=cache)
+        cache = make_cache(model.config)
+        model(ids[:, :3], cache=cache)
+    if first == "inference_mode":
+        cache.crop(-1)
+        kept = copy.deepcopy(cache)
+        kept.reset()
+        assert int(kept.get_seq_length()) == 0 and int(cache.get_seq_length()) == 2
+    with getattr(torch, first)():
+        model(ids[:, int(cache.get_seq_length()) : 5], cache=cache)
     with getattr(torch, then)():
         logits = torch.cat([model(ids[:, i : i + 1], cache=cache).logits for i in range(5, 8)], dim=1)
     torch.testing.assert_close(logits.clone(), alone(model, ids)[:, 5:], atol=1e-5, rtol=1e-5)

@@ -13,6 +13,7 @@ import minihub
 import pytest
 import torch
 from minihub import MiniHub
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, CompileConfig
 
 from modeling_egmla import EGMLACache, EGMLAForCausalLM, EGMLAModel
@@ -681,6 +682,18 @@ def test_arguments_of_placement_are_checked_first(make_model, tmp_path):
         EGMLAForCausalLM.from_pretrained(tmp_path, kv_gates="host")
     with pytest.raises(ValueError, match=r"`pool_rows` must be a whole number of at least 1, but is 2.5"):
         make_model().place_kv_gates("host", pool_rows=2.5)
+
+
+@pytest.mark.parametrize(("dtype", "message"), [("float8_e4m3fn", "stored as F8_E4M3"), ("int8", "no scales")])
+def test_tables_that_cannot_be_mapped_are_refused(make_model, tmp_path, dtype, message):
+    """Numbers of another kind in the place of a gate table are named, and not read as gates."""
+    model = make_model()
+    model.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = next(name for name in tensors if "kv_gate_embed" in name)
+    save_file({**tensors, name: tensors[name].to(getattr(torch, dtype))}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=message):
+        model.place_kv_gates("mmap", checkpoint=tmp_path)
 
 
 def test_a_gates_file_that_was_cut_short(make_model, tmp_path):

@@ -21,9 +21,11 @@ from datasets import Dataset
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from test_gqa import tiny_llama
+from tokenizers import processors
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
 
 import modeling_egmla  # noqa: F401  registers the Auto classes
+from modeling_egmla.conversion.vocabulary import leading_ids
 from modeling_egmla.files import write_whole
 from modeling_egmla.training import EGMLATrainer, RecipeError, load_recipe, run, train
 from modeling_egmla.training.data import (
@@ -327,6 +329,21 @@ def test_suppressed_tokens_are_kept(recipe, start, tmp_path):
     assert settings["suppress_tokens"] == sorted({7, *unused})
 
 
+def test_padding_that_became_tokens_is_generated(recipe, start, tmp_path):
+    """Ids that had no token when the base model was saved, and have one now, are suppressed no longer."""
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(start), AutoTokenizer.from_pretrained(start)
+    size, before = model.config.vocab_size, len(tokenizer)
+    model.generation_config.suppress_tokens = [7, *range(before, size)]
+    model.save_pretrained(start)
+    tokenizer.add_special_tokens({"eos_token": "<end>", "additional_special_tokens": ["<user>"]})
+    tokenizer.save_pretrained(start)
+    recipe["model"] = recipe["tokenizer"] = {"path": start}
+    recipe["training"]["steps"] = 1
+    train(write_recipe(recipe, tmp_path))
+    settings = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert settings["suppress_tokens"] == [7, *range(before + 2, size)]
+
+
 def test_pushes_are_of_whole_checkpoints(recipe, tmp_path, monkeypatch):
     """What Trainer pushes during a run has its last name by then, and nothing half-written lies beside it."""
     pushed = []
@@ -570,6 +587,16 @@ def test_lora_recipe_saves_adapter_and_merged_model(recipe, start, tmp_path):
         torch.testing.assert_close(adapted(input_ids=ids).logits, merged(ids).logits, atol=1e-4, rtol=1e-4)
 
 
+def test_lora_in_bfloat16_reports_one_precision(recipe, start, tmp_path):
+    """The loss of the merged model is computed as the others of the run are, so that a second call gives it again."""
+    pytest.importorskip("peft")
+    recipe["model"] = recipe["tokenizer"] = {"path": start}
+    recipe["lora"] = {"r": 4, "target_modules": "all-linear"}
+    recipe["training"] |= {"steps": 2, "save_steps": 2, "arguments": {"bf16": True}}
+    report = train(write_recipe(recipe, tmp_path))
+    assert train(write_recipe(recipe, tmp_path))["validation_loss"] == report["validation_loss"]
+
+
 @pytest.mark.slow  # starts processes
 @pytest.mark.parametrize("kind", ["lora", "stream"])
 def test_two_processes_train_as_one(recipe, start, streamed, tmp_path, kind):
@@ -712,6 +739,36 @@ def test_packing_predicts_every_token_once():
     assert tokenizer.decode(tokenizer("Naïve: 1,000 €\n\n x")["input_ids"]) == "Naïve: 1,000 €\n\n x"
 
 
+def test_packing_begins_documents_as_the_tokenizer_does():
+    """Where a tokenizer puts a bos of its own in front of texts, documents have it, and nobody has to predict it."""
+    documents = Dataset.from_dict({"text": ["peace and trade", "war"]})
+    tokenizer = train_tokenizer(documents, 300)
+    assert leading_ids(tokenizer) == []
+    tokenizer.add_special_tokens({"bos_token": "<begin>"})
+    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+    assert leading_ids(tokenizer) == []  # it does not use it
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<begin> $A", special_tokens=[("<begin>", bos)]
+    )
+    assert leading_ids(tokenizer) == [bos]
+    (block,) = pack_documents(documents, tokenizer, 32, keep_all=True)
+    texts = [tokenizer(text)["input_ids"] for text in documents["text"]]
+    expected = [eos, *texts[0], eos, *texts[1], eos]
+    assert texts[0][0] == bos and block["input_ids"][: len(expected)] == expected
+    wanted = [-100 if token_id == bos else token_id for token_id in expected]
+    assert block["labels"] == wanted + [-100] * (32 - len(expected))
+
+
+def test_dataset_of_mixed_columns_is_named(recipe, tmp_path):
+    """The library's own kind of error is one of the recipe's too."""
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    for name in ("text", "body"):
+        (folder / f"{name}.jsonl").write_text(json.dumps({name: "peace"}) + "\n")
+    with pytest.raises(RecipeError, match=r"`data\.dataset`: .*rows cannot be loaded"):
+        load_documents(DataRecipe(dataset=str(folder), sequence_length=32))
+
+
 def test_unigram_loss():
     """The baseline is the entropy of smoothed frequencies."""
     blocks = Dataset.from_dict({"labels": [[0, 1, 1, -100]]})
@@ -850,6 +907,27 @@ def test_a_run_is_not_made_shorter(recipe, tmp_path):
     with pytest.raises(RecipeError, match=r"`training\.steps` is 4, but the run in .* has taken 8"):
         train(write_recipe(recipe, tmp_path))
     assert (tmp_path / "out" / "recipe.yaml").read_bytes() == kept
+
+
+def test_epochs_are_not_made_fewer(recipe, tmp_path):
+    """Neither are passes; as many again, or more, are no other run."""
+    del recipe["training"]["steps"]
+    recipe["training"] |= {"epochs": 0.5, "save_steps": 1000}
+    report = train(write_recipe(recipe, tmp_path))
+    recipe["training"]["epochs"] = 0.25
+    with pytest.raises(RecipeError, match=r"`training\.epochs` is 0\.25, but the run in .* has taken 0\.5"):
+        train(write_recipe(recipe, tmp_path))
+    recipe["training"]["epochs"] = 0.5
+    assert train(write_recipe(recipe, tmp_path))["steps"] == report["steps"]
+
+
+def test_generation_that_could_not_be_saved_is_refused_first(recipe, start, tmp_path):
+    """What base model and recipe say together is validated before the first step, not when all is trained."""
+    recipe["model"] = recipe["tokenizer"] = {"path": start}
+    recipe["generation"] = {"do_sample": False}  # with the base model's temperature
+    with pytest.raises(RecipeError, match=r"`model\.path` and `generation`: .*temperature"):
+        train(write_recipe(recipe, tmp_path))
+    assert not (tmp_path / "out" / "recipe.yaml").exists()
 
 
 def test_a_run_that_never_began_is_in_nobodys_way(recipe, tmp_path, monkeypatch):

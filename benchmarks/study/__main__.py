@@ -72,7 +72,7 @@ def run(
 
 @app.command()
 def speed(
-    pairs: Annotated[int, typer.Option(min=5, help="Steps of each variant, between steps of plain MLA.")] = 7,
+    pairs: Annotated[int, typer.Option(min=5, help="Steps of each variant, between steps of plain MLA.")] = 5,
 ) -> None:
     """Measure the training time of every variant beside plain MLA's; wants a quiet machine, and takes minutes."""
     measure_speed(RESULTS / "speed.json", pairs)

@@ -8,6 +8,7 @@ import json
 import os
 import random
 import shlex
+import statistics
 import subprocess
 import sys
 from collections.abc import Callable
@@ -314,7 +315,7 @@ def score_source(study: Study) -> None:
         make_cache = partial(make_cache, model.config)
         rows[name] = {
             "losses": window_losses(model, make_cache, windows),
-            "bytes_per_token": cache_bytes(model, make_cache) / CONTEXT,
+            "bytes_per_token": cache_bytes(model, make_cache),
         }
     study.save("source", {"caches": rows, **sample(study, model)})
 
@@ -327,7 +328,7 @@ def score_student(study: Study, stage: str, width: int, console: Console) -> Non
     result = {
         "width": width,
         "losses": window_losses(model, make_cache, held_out_windows(study)),
-        "bytes_per_token": cache_bytes(model, make_cache) / CONTEXT,
+        "bytes_per_token": cache_bytes(model, make_cache),
     }
     study.save(f"{stage}-{width}", {**result, **sample(study, model)})
 
@@ -363,17 +364,23 @@ def window_losses(model, make_cache: Callable, windows: torch.Tensor) -> list[fl
 
 
 @torch.no_grad()
-def cache_bytes(model, make_cache: Callable) -> int:
-    """Bytes that a cache holds behind `CONTEXT` tokens in bfloat16, read in two halves, so that all are quantised."""
+def cache_bytes(model, make_cache: Callable) -> float:
+    """
+    Bytes a token that a cache holds in bfloat16: the mean over the states from which [`window_losses`] predicts, since
+    a quantised cache holds its last tokens as they are, and how many depends on what was read at once.
+    """
     ids = torch.arange(CONTEXT)[None] % model.config.vocab_size
-    cache = make_cache()
+    cache, sizes, half = make_cache(), [], CONTEXT // 2
     half_precision = copy.deepcopy(model).to(torch.bfloat16)
-    for start in range(0, CONTEXT, CONTEXT // 2):
-        half_precision(ids[:, start : start + CONTEXT // 2], cache=cache, logits_to_keep=1)
-    if isinstance(cache, EGMLACache):
-        memory = cache.memory()
-        return memory.latents + memory.token_ids
-    return sum(tensor_bytes(value) for layer in cache.layers for value in vars(layer).values())
+    for start, end in [(0, half), *((start, start + CHUNK) for start in range(half, CONTEXT - CHUNK, CHUNK))]:
+        half_precision(ids[:, start:end], cache=cache, logits_to_keep=1)
+        if isinstance(cache, EGMLACache):
+            memory = cache.memory()
+            held = memory.latents + memory.token_ids
+        else:
+            held = sum(tensor_bytes(value) for layer in cache.layers for value in vars(layer).values())
+        sizes.append(held / end)
+    return statistics.mean(sizes)
 
 
 def tensor_bytes(value: object) -> int:

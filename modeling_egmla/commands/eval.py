@@ -68,6 +68,8 @@ def evaluate(
         raise ValueError("--limit counts rows of tasks; texts are scored whole.")
     if num_fewshot is not None and (suite or text):
         raise ValueError("--num-fewshot goes with --tasks: a suite says its own, and texts have none.")
+    if suite is not None and output is not None and output.suffix in (".md", ".png"):
+        raise ValueError(f"--output {output}: the table and the plot get that name. Give the results one in .json.")
     if stride is not None and not text:
         raise ValueError("--stride goes with --text.")
     names = [name.strip() for name in ("sotu" if tasks is None else tasks).split(",") if name.strip()]
@@ -166,5 +168,6 @@ def scores_table(results: dict) -> "Table":
         name, previous = ("" if score.task == previous else score.task), score.task
         rows = "" if score.rows is None else f"{score.rows:,}"  # a group of tasks has none of its own
         shots = "" if score.num_fewshot is None else str(score.num_fewshot)
-        table.add_row(name, score.metric, f"{score.value:,.4f}", stderr, rows if name else "", shots if name else "")
+        metric = score.metric if score.filter == "none" else f"{score.metric} ({score.filter})"
+        table.add_row(name, metric, f"{score.value:,.4f}", stderr, rows if name else "", shots if name else "")
     return table

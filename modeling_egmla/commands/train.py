@@ -62,8 +62,10 @@ def find_recipe(name: str) -> Path:
     """
     if Path(name).is_file():
         return Path(name)
+    if name.startswith("distill-"):
+        raise ValueError(f"{name} is a recipe of `egmla distill`, which wants its path.")
     folder = Path(str(importlib.resources.files("modeling_egmla.configuration").joinpath("recipes")))
-    recipes = {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+    recipes = {path.stem: path for path in sorted(folder.glob("*.yaml")) if "distill" not in path.stem}
     if name in recipes:
         return recipes[name]
     names = ", ".join(recipes)

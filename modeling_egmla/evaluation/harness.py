@@ -85,7 +85,7 @@ def load_tasks(names: Sequence[str], num_fewshot: int | None = None) -> dict:
         What the harness's `evaluate` takes: `tasks`, `groups` and `group_map`.
 
     Raises:
-        ValueError: no such task.
+        ValueError: no such task, or one that is defined without solved examples is to have some.
         OSError: the rows cannot be downloaded.
     """
     with _only_errors("lm_eval", "datasets"):
@@ -97,9 +97,14 @@ def load_tasks(names: Sequence[str], num_fewshot: int | None = None) -> dict:
             )
         loaded = manager.load(list(names))
         # As the harness's simple_evaluate does, which would go on to ask git and pip about this machine.
-        for task in loaded["tasks"].values():
+        for name, task in loaded["tasks"].items():
             own_fewshot = task.get_config("num_fewshot")
-            if own_fewshot is None or (num_fewshot is not None and own_fewshot != 0):
+            if own_fewshot == 0 and num_fewshot:
+                raise ValueError(
+                    f"--num-fewshot {num_fewshot}: the task {name} is defined without solved examples. Run it apart, "
+                    "without that option."
+                )
+            if own_fewshot is None or num_fewshot is not None:
                 task.set_config(key="num_fewshot", value=num_fewshot or 0)
             task.set_fewshot_seed(seed=FEWSHOT_SEED)
         return loaded
@@ -151,7 +156,7 @@ def evaluate(
         [`scores`].
 
     Raises:
-        ValueError: no such task.
+        ValueError: no such task, or one that is defined without solved examples is to have some.
         OSError: the rows of a task cannot be downloaded.
     """
     return run_tasks(model, tokenizer, load_tasks(tasks, num_fewshot), limit, batch_size)

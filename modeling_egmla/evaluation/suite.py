@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import yaml
+from datasets.exceptions import DatasetsError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..files import write_whole
@@ -163,7 +164,7 @@ def _open_results(path: Path, identity: dict[str, Any]) -> dict[str, Any]:
 def _load(name: str, shots: int) -> dict:
     try:
         return load_tasks([name], shots)
-    except (OSError, ValueError, RuntimeError) as error:  # the last: datasets that are scripts
+    except (DatasetsError, OSError, ValueError, RuntimeError) as error:  # the last: datasets that are scripts
         raise UnavailableError(" ".join(str(error).split())) from error
 
 
@@ -211,7 +212,7 @@ def _run_climbmix(model, tokenizer, limit: int | None, batch_size: int) -> dict[
     limit = data.validation_documents if limit is None else min(limit, data.validation_documents)
     try:
         texts = held_out_documents(load_documents(data, seed), data.validation_share, limit)["text"]
-    except (OSError, ValueError, RuntimeError) as error:
+    except (DatasetsError, OSError, ValueError, RuntimeError) as error:
         raise UnavailableError(" ".join(str(error).split())) from error
     return {
         "source": (

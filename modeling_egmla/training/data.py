@@ -11,10 +11,11 @@ from typing import Any
 
 import numpy as np
 from datasets import Dataset, IterableDataset, load_dataset
-from datasets.exceptions import DatasetGenerationError
+from datasets.exceptions import DatasetsError
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from ..conversion.vocabulary import leading_ids
 from .recipe import DataRecipe, RecipeError
 
 
@@ -41,7 +42,7 @@ def load_documents(recipe: DataRecipe, seed: int = 0) -> Dataset | IterableDatas
             documents = load_dataset(
                 recipe.dataset, recipe.dataset_config, split=recipe.dataset_split, streaming=recipe.streaming
             )
-        except (OSError, ValueError) as error:
+        except (DatasetsError, OSError, ValueError, RuntimeError) as error:
             raise RecipeError(f"`data.dataset`: {recipe.dataset} cannot be loaded: {error}") from error
     else:
         paths = matching_files(recipe.files)
@@ -56,7 +57,7 @@ def load_documents(recipe: DataRecipe, seed: int = 0) -> Dataset | IterableDatas
             documents = load_dataset(
                 formats.pop(), data_files=paths, split="train", streaming=recipe.streaming, **options
             )
-        except (DatasetGenerationError, StopIteration, OSError, ValueError) as error:
+        except (DatasetsError, StopIteration, OSError, ValueError) as error:
             names = paths[0] if len(paths) == 1 else f"one of {len(paths)} files, {paths[0]} the first of them,"
             raise RecipeError(f"`data.files`: {names} cannot be read: {error.__cause__ or error!r}") from error
     columns = documents.column_names or list(next(iter(documents)))  # a stream may not know before its first row
@@ -193,8 +194,9 @@ def pack_documents(
     documents: Dataset | IterableDataset, tokenizer, length: int, keep_all: bool
 ) -> Dataset | IterableDataset:
     """
-    Tokenises documents, joins them with end-of-text before, between and after them, and cuts the stream into blocks of
-    `length`. A block begins with the last token of the one before it, so every token of the text is predicted once.
+    Tokenises documents, joins them with end-of-text before, between and after them (and, where the tokenizer begins
+    every text with a bos, with that in front of each), and cuts the stream into blocks of `length`. A block begins
+    with the last token of the one before it, so every token of the text is predicted once; a bos is not.
 
     Args:
         keep_all: fill the last block up with end-of-text that is not predicted, where else it would be dropped, once
@@ -207,15 +209,17 @@ def pack_documents(
         RecipeError: the text does not fill a block.
     """
 
+    leading = leading_ids(tokenizer)
+
     def pack(batch: dict[str, list]) -> dict[str, list]:
         stream = [tokenizer.eos_token_id]
         for ids in tokenizer(batch["text"], add_special_tokens=False, verbose=False)["input_ids"]:
-            stream += [*ids, tokenizer.eos_token_id]
+            stream += [*leading, *ids, tokenizer.eos_token_id]
         blocks = [stream[start : start + length] for start in range(0, len(stream) - 1, length - 1)]
         rest = length - len(blocks[-1])
         if rest and not keep_all:
             blocks.pop()
-        labels = [list(block) for block in blocks]
+        labels = [[-100 if token_id in leading else token_id for token_id in block] for block in blocks]
         if rest and keep_all:
             labels[-1] += [-100] * rest
             blocks[-1] = blocks[-1] + [tokenizer.eos_token_id] * rest

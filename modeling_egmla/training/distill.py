@@ -36,6 +36,7 @@ from .run import (
     load_model,
     load_text,
     load_tokenizer,
+    merge_generation,
     train_to_the_end,
     write_start,
 )
@@ -210,7 +211,9 @@ def load_pair(recipe: DistillRecipe) -> tuple[EGMLAForCausalLM, PreTrainedModel]
     for name in same:
         ours, theirs = getattr(student.config, name), getattr(teacher.config, name)
         if ours != theirs:
-            remedy = "" if name == "vocab_size" else " Set `distillation.hidden_states` to 0 to compare logits only."
+            remedy = " Set `distillation.hidden_states` to 0 to compare logits only."
+            if name == "vocab_size":
+                remedy = " Name the model that the student was converted from."
             raise RecipeError(f"`models.teacher` has `{name}` {theirs}, but the student {ours}.{remedy}")
     longest = min(model.config.max_position_embeddings for model in (student, teacher))
     if recipe.data.sequence_length > longest:
@@ -260,7 +263,7 @@ def distill(recipe_path: str | Path) -> dict[str, Any]:
     identity = identify(recipe.data, text) | hashes
     check_same_start(recipe, identity, checkpoint)
 
-    use_cache, generation = student.config.use_cache, student.generation_config.to_diff_dict()
+    use_cache, generation = student.config.use_cache, merge_generation(student, tokenizer, "models.student")
     evaluation = {
         "args": arguments,
         "eval_dataset": text.validation_blocks,

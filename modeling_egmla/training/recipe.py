@@ -33,6 +33,8 @@ REFUSED_ARGUMENTS = {
     "prediction_loss_only": "the validation loss is a mean over tokens, which needs the loss of each",
     "batch_eval_metrics": "the validation loss is a mean over all tokens alike",
     "eval_do_concat_batches": "the validation loss is a mean over all tokens alike",
+    "bf16_full_eval": "the teacher of a distillation would be rounded once and for all by its first evaluation",
+    "fp16_full_eval": "the teacher of a distillation would be rounded once and for all by its first evaluation",
     "label_names": "what is predicted is the text itself",
     "hub_token": "a recipe is copied beside the model and published with it; log in with `hf auth login` or HF_TOKEN",
 }

@@ -30,7 +30,7 @@ from transformers.trainer_utils import align_special_tokens, get_last_checkpoint
 
 from ..configuration import find_model
 from ..configuration_egmla import SPECIAL_IDS, EGMLAConfig
-from ..conversion.vocabulary import ids_without_token
+from ..conversion.vocabulary import ids_without_token, suppressed_ids
 from ..files import write_whole
 from ..gate_egmla import gate_table_parameters
 from ..loading import misfits
@@ -230,8 +230,10 @@ def save_final(trainer: EGMLATrainer, tokenizer, recipe: TrainingRecipe, generat
     if not isinstance(model, EGMLAForCausalLM):
         if trainer.is_world_process_zero():
             model.save_pretrained(folder / "adapter")
-        trainer.model = trainer.model_wrapped = model = model.merge_and_unload()
+        model = model.merge_and_unload()
         state_dict = model.state_dict()
+        # In the precision of the run, as all its losses: Trainer prepares one model only, which had the adapter.
+        trainer.model = trainer.model_wrapped = trainer.accelerator.prepare_model(model, evaluation_mode=True)
     if not trainer.is_world_process_zero():
         return
     align_special_tokens(model, tokenizer)  # as Trainer does, but not for a run that had taken all its steps
@@ -245,6 +247,35 @@ def save_final(trainer: EGMLATrainer, tokenizer, recipe: TrainingRecipe, generat
     state_dict = {name: stored.setdefault(weight.data_ptr(), weight.to(dtype)) for name, weight in state_dict.items()}
     model.save_pretrained(folder, state_dict=state_dict)
     tokenizer.save_pretrained(folder)
+
+
+def merge_generation(
+    model: EGMLAForCausalLM, tokenizer: PreTrainedTokenizerBase, key: str, changes: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """
+    What the generation_config of a trained model will say beside special ids and ids without token: what the model's
+    says, with the recipe's changes.
+
+    Args:
+        key: what the recipe names the model by.
+
+    Raises:
+        RecipeError: both together could not be saved.
+    """
+    earlier = model.generation_config.to_diff_dict()
+    earlier_ids = earlier.pop("suppress_tokens", None)
+    if suppressed := suppressed_ids(tokenizer, model.config.vocab_size, earlier_ids):
+        earlier["suppress_tokens"] = suppressed
+    merged = {**earlier, **(changes or {})}
+    try:
+        GenerationConfig(**merged).validate(strict=True)
+    except (ValueError, TypeError) as error:
+        keys = f"`{key}`" + (" and `generation`" if changes else "")
+        raise RecipeError(
+            f"{keys}: the trained model could not be saved. {' '.join(str(error).split())} Mend the model's "
+            "generation_config.json" + (", or say what you want in `generation`." if changes is not None else ".")
+        ) from error
+    return merged
 
 
 def check_same_run(earlier: Recipe, recipe: Recipe) -> None:
@@ -286,6 +317,14 @@ def last_checkpoint(recipe: Recipe) -> str | None:
                 f"`training.steps` is {recipe.training.steps}, but the run in {folder} has taken {steps}: ask for as "
                 "many or more, or name another folder."
             )
+        if recipe.training.epochs is not None and checkpoint is not None:
+            state = TrainerState.load_from_json(os.path.join(checkpoint, "trainer_state.json"))
+            step = state.epoch / max(1, state.global_step)  # of an epoch; the last one of a run may go beyond its end
+            if state.epoch >= recipe.training.epochs + step:
+                raise RecipeError(
+                    f"`training.epochs` is {recipe.training.epochs:g}, but the run in {folder} has taken "
+                    f"{state.epoch:.4g}: ask for as many or more, or name another folder."
+                )
     elif checkpoint is not None:
         raise RecipeError(
             f"`training.output_dir`: {folder} holds {Path(checkpoint).name} of a run without a recipe, which cannot "
@@ -521,7 +560,9 @@ def train(recipe_path: str | Path) -> dict[str, Any]:
         "gate_table_parameters": sum(table.numel() for table in gate_table_parameters(model)),
     }
     use_cache = model.config.use_cache  # Trainer turns it off.
-    generation = {**(model.generation_config.to_diff_dict() if trained else {}), **recipe.generation}
+    generation = recipe.generation
+    if trained:
+        generation = merge_generation(model, tokenizer, "model.path", generation)
     if recipe.lora is not None:
         model = add_lora(model, recipe.lora, recipe.training.seed)
     sizes["trainable_parameters"] = sum(p.numel() for p in model.parameters() if p.requires_grad)
