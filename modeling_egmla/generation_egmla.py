@@ -50,13 +50,9 @@ class EGMLAGenerationMixin(GenerationMixin):
                 # Chunks are prefilled by compiled code, which must find the room there.
                 cache.early_initialization(sequences, 1, self.config.qk_head_dim, self.dtype, self.device)
             model_kwargs["cache"] = cache
-        if (
-            isinstance(model_kwargs.get("cache"), EGMLAStaticCache)
-            and model_kwargs.get("attention_mask") is None
-            and is_flash_attention_requested(self.config)
-        ):
-            # Flash attention tells slots that are not filled by the mask, which the library keeps beside caches of
-            # its own only.
+        is_static = getattr(cache, "layers", None) and cache.get_max_length() != -1
+        if is_static and model_kwargs.get("attention_mask") is None and is_flash_attention_requested(self.config):
+            # Flash attention tells empty slots by the mask, which the library keeps beside caches of its own only.
             mask_size = (sequences, generation_config._mask_length)
             model_kwargs["attention_mask"] = torch.ones(mask_size, dtype=torch.long, device=self.device)
 
