@@ -499,6 +499,7 @@ class EGMLACache(_LatentCache):
     Args:
         config ([`EGMLAConfig`]): Configuration of the model.
         offloading (`bool`, defaults to `False`): Keep layers on the host and fetch each ahead of use (needs CUDA).
+            A cache of one layer group stays on the device.
 
     ```python
     >>> cache = EGMLACache(model.config)
@@ -521,6 +522,7 @@ class EGMLAStaticCache(_LatentCache):
         config ([`EGMLAConfig`]): Configuration of the model.
         max_cache_len (`int`): Tokens that the cache has room for.
         offloading (`bool`, defaults to `False`): Keep layers on the host and fetch each ahead of use (needs CUDA).
+            A cache of one layer group stays on the device.
     """
 
     def __init__(self, config: EGMLAConfig, max_cache_len: int, offloading: bool = False):

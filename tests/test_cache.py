@@ -584,3 +584,9 @@ def test_static_cache_without_room(make_model):
         with pytest.raises(ValueError, match="room for 4 tokens, but 5 are"):
             model(torch.ones(1, 2, dtype=torch.long), cache=cache)
     assert int(cache.get_seq_length()) == 3
+
+
+@pytest.mark.parametrize("make_cache", [EGMLACache, lambda config, **kwargs: EGMLAStaticCache(config, 8, **kwargs)])
+def test_one_layer_group_is_not_offloaded(make_model, make_cache):
+    """It would be fetched while it is written to: there is no other layer to run meanwhile."""
+    assert not make_cache(make_model(layer_group_size=2).config, offloading=True).offloading
