@@ -46,6 +46,7 @@ from .decoding_egmla import KV_DECODINGS, decode, select_decoding
 from .gate_egmla import EGMLAGateProjection, TokenGate, project, token_gates
 from .generation_egmla import EGMLAGenerationMixin
 from .inputs_egmla import check_cache, find_token_ids, starts_documents
+from .loss_egmla import causal_lm_loss
 from .placement_egmla import EGMLAGatePlacement
 
 
@@ -494,6 +495,7 @@ class EGMLAForCausalLM(EGMLAPreTrainedModel, EGMLAGenerationMixin):
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
     _tp_plan = {"lm_head": "colwise_gather_output"}
     _fsdp_plan = {"lm_head": "keep_full_weight"}
+    loss_function = staticmethod(causal_lm_loss)
 
     def __init__(self, config: EGMLAConfig):
         super().__init__(config)

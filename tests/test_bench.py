@@ -303,7 +303,7 @@ def test_the_floor_is_below_what_is_done(shape, name, phase):
                 model(ids[:, 96:97].long(), cache=cache)
             else:
                 model(ids[:, :96].long(), cache=systems.new_cache(model, name), logits_to_keep=1)
-    least = least_work(shape, name, cell, ids[:, :96]).operations
+    least = sum(work.operations for work in least_work(shape, name, cell, ids[:, :96]))
     assert least <= counter.get_total_flops() < 3 * least
 
 
@@ -312,10 +312,24 @@ def test_floor_of_mha_by_hand(shape):
     model = systems.build_model(shape, "mha", torch.float32, "cpu")
     ids = token_ids(2, 40, shape.config.vocab_size)
     cache = systems.filled_cache(model, "mha", ids)
-    work = least_work(shape, "mha", CELL, ids)
-    assert work.bytes == sum(p.nbytes for p in model.parameters()) + systems.cache_bytes(cache)["filled"]
-    assert work.seconds(Rates(1e3, {"float32": 1e12}), "float32") == work.bytes / 1e3
-    assert work.seconds(Rates(1e12, {"float32": 1e3}), "float32") == work.operations / 1e3
+    weights, history = least_work(shape, "mha", CELL, ids)
+    assert weights.bytes == sum(p.nbytes for p in model.parameters())
+    assert history.bytes == systems.cache_bytes(cache)["filled"]
+    for work in (weights, history):
+        assert work.seconds(Rates(1e3, {"float32": 1e12}), "float32") == work.bytes / 1e3
+        assert work.seconds(Rates(1e12, {"float32": 1e3}), "float32") == work.operations / 1e3
+
+
+@pytest.mark.parametrize("phase", ["decode", "prefill"])
+@pytest.mark.parametrize("name", list(LABELS))
+def test_weights_work_does_not_depend_on_the_history(shape, name, phase):
+    """A longer history is more work of the history alone: where decoding waits for the one, the other rests."""
+    ids = token_ids(2, 80, shape.config.vocab_size)
+    cells = [Cell(phase, prompt, 2, "float32", "default") for prompt in (40, 80)]
+    (weights, history), (same, longer) = (least_work(shape, name, cell, ids[:, : cell.prompt]) for cell in cells)
+    if phase == "decode":
+        assert weights == same
+    assert longer.bytes > history.bytes and longer.operations > history.operations
 
 
 def test_rates_are_measured():

@@ -17,7 +17,7 @@ from test_training import die_while_saving
 from tiny_export import tiny_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback, default_data_collator
 
-from modeling_egmla import EGMLAForCausalLM
+from modeling_egmla import EGMLAForCausalLM, loss_egmla
 from modeling_egmla.commands.train import summary
 from modeling_egmla.conversion.converter import convert
 from modeling_egmla.conversion.stages import LatentStart
@@ -331,9 +331,10 @@ def test_losses_are_what_they_say():
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.bfloat16, 5e-3)])
 @pytest.mark.parametrize("temperature", [1.0, 2.5])
-def test_divergences_have_the_gradient_of_their_definition(dtype, bound, temperature):
+def test_divergences_have_the_gradient_of_their_definition(dtype, bound, temperature, monkeypatch):
     """Value and gradient are those of float64 autograd, over more tokens than one chunk; targets get none."""
-    logits, target = (3 * torch.randn(2, 2, room.DIVERGENCE_CHUNK + 37, 11)).to(dtype).unbind()
+    monkeypatch.setattr(loss_egmla, "CPU_CHUNK", 16 * 11)
+    logits, target = (3 * torch.randn(2, 2, 37, 11)).to(dtype).unbind()
     weights = torch.rand(logits.shape[:-1])
     ours = logits.clone().requires_grad_()
     divergences = room.token_divergences(ours, target.requires_grad_(), temperature)

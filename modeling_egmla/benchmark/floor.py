@@ -1,7 +1,10 @@
 """
 How fast a step could be: the bytes and operations that it cannot do without, over the machine's measured rates.
 
-    floor = max(bytes / bandwidth, operations / rate)
+    floor = sum over parts of max(bytes / bandwidth, operations / rate)
+
+The parts of a step are its weights and its history. They take turns in every layer, each waiting for the other's
+result, so that the memory is idle while the history's products are computed.
 
 Each system is held to its own way of computing: MLA of the library expands the history, EG-MLA takes the query to the
 latents once for each distinct id (docs/decoding.md). What is counted is read or written once; sums, norms, softmax,
@@ -70,7 +73,7 @@ def synchronize(device: str) -> None:
 
 @dataclass(frozen=True)
 class Work:
-    """Bytes to move and operations to do, at least."""
+    """Bytes to move and operations to do at least, at the same time."""
 
     bytes: float
     operations: float
@@ -79,9 +82,9 @@ class Work:
         return max(self.bytes / rates.bandwidth, self.operations / rates.operations[dtype])
 
 
-def least_work(shape: Shape, name: str, cell: Cell, token_ids: torch.Tensor) -> Work:
+def least_work(shape: Shape, name: str, cell: Cell, token_ids: torch.Tensor) -> tuple[Work, Work]:
     """
-    Work of a step (prefill: of the prompt) of one system.
+    Work of a step (prefill: of the prompt) of one system, with its weights and with its history: cache and gates.
 
     Args:
         shape, name, cell: what is measured.
@@ -117,19 +120,18 @@ def least_work(shape: Shape, name: str, cell: Cell, token_ids: torch.Tensor) -> 
     groups = L if name in ("mha", "gqa", "mla", "egmla-stock") else config.num_layer_groups
     if cell.phase == "prefill":
         attention = L * B * T * (T + 1) // 2 * scored
-        macs = B * T * body + B * embeddings + attention + gate_macs
-        written = size * B * T * groups * cached
-        return Work(size * parameters + gate_bytes + written, 2 * macs)
+        weights = Work(size * parameters, 2 * (B * T * body + B * embeddings))
+        return weights, Work(size * B * T * groups * cached + gate_bytes, 2 * (attention + gate_macs))
 
-    moved = size * (parameters + B * T * cached * groups)
-    macs = B * (body + embeddings)
+    weights = Work(size * parameters, 2 * B * (body + embeddings))
+    moved, macs = size * B * T * cached * groups, 0
     if name == "mla":  # expands keys and values, writes them and reads them
-        macs += L * B * T * (C * D + scored)
+        macs = L * B * T * (C * D + scored)
         moved += size * 2 * L * B * T * (K + V)
     elif name in ("mha", "gqa", "egmla-stock"):
-        macs += L * B * T * scored
+        macs = L * B * T * scored
         if name == "egmla-stock":
             gate_macs, gate_bytes = L * B * config.kv_gate_dim * D, size * L * B * config.kv_gate_dim
     else:
-        macs += L * B * T * H * (2 * C + R) + L * sum(each_U) * D * C
-    return Work(moved + gate_bytes, 2 * (macs + gate_macs))
+        macs = L * B * T * H * (2 * C + R) + L * sum(each_U) * D * C
+    return weights, Work(moved + gate_bytes, 2 * (macs + gate_macs))

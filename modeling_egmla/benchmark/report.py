@@ -133,7 +133,7 @@ class Report:
     def floor(self, cell: Cell, name: str) -> float:
         """Seconds that a system needs at least in a cell."""
         ids = token_ids(cell.batch, cell.prompt, self.shape.config.vocab_size)
-        return least_work(self.shape, name, cell, ids).seconds(self.rates, cell.dtype)
+        return sum(work.seconds(self.rates, cell.dtype) for work in least_work(self.shape, name, cell, ids))
 
     def cache_table(self) -> Table:
         """What caches hold after the steps of decoding, and what is kept beside them."""

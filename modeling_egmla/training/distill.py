@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, default_data_collator
 
 from ..files import write_whole
+from ..loss_egmla import chunks
 from ..modeling_egmla import EGMLAForCausalLM
 from .recipe import (
     DataRecipe,
@@ -40,10 +41,7 @@ from .run import (
     train_to_the_end,
     write_start,
 )
-from .trainer import EGMLATrainer, JSONLinesLog, mean_token_loss, token_losses
-
-
-DIVERGENCE_CHUNK = 128  # tokens whose distributions are compared at a time
+from .trainer import EGMLATrainer, JSONLinesLog, mean_token_loss, predicted_losses
 
 
 @strict
@@ -130,7 +128,7 @@ class DistillationTrainer(EGMLATrainer):
             errors = state_errors(outputs.hidden_states, target.hidden_states)
             losses["hidden_states"] = errors[:, :-1][predicted].sum() / count
         if weights.labels:
-            losses["labels"] = token_losses(outputs.logits, inputs["labels"]).sum() / count
+            losses["labels"] = predicted_losses(outputs.logits, inputs["labels"]).sum() / count
         if num_items_in_batch is not None and self.args.average_tokens_across_devices:
             # The tokens of all processes were counted, and gradients are averaged over processes.
             losses = {name: loss * self.accelerator.num_processes for name, loss in losses.items()}
@@ -156,7 +154,8 @@ def token_divergences(logits: torch.Tensor, target: torch.Tensor, temperature: f
     Kullback-Leibler divergence of each token's distribution from its target's, [B, S], in nats, of logits [B, S, V]
     divided by `temperature`. Gradients go to `logits` alone.
     """
-    return _Divergences.apply(logits, target, temperature)
+    divergences = _Divergences.apply(logits.flatten(0, 1), target.flatten(0, 1), temperature)
+    return divergences.view(logits.shape[:-1])
 
 
 class _Divergences(torch.autograd.Function):
@@ -169,16 +168,14 @@ class _Divergences(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits: torch.Tensor, target: torch.Tensor, temperature: float) -> torch.Tensor:
         gradient = torch.empty_like(logits) if ctx.needs_input_grad[0] else None
-        divergences = torch.empty(logits.shape[:-1], dtype=torch.float32, device=logits.device)
-        for row in range(logits.shape[0]):
-            for start in range(0, logits.shape[1], DIVERGENCE_CHUNK):
-                here = (row, slice(start, start + DIVERGENCE_CHUNK))
-                log_q = (logits[here].float() / temperature).log_softmax(-1)
-                log_p = (target[here].float() / temperature).log_softmax(-1)
-                p = log_p.exp()
-                divergences[here] = (p * log_p.sub_(log_q)).sum(-1)
-                if gradient is not None:
-                    gradient[here] = log_q.exp_().sub_(p).div_(temperature)
+        divergences = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
+        for tokens in chunks(logits):
+            log_q = (logits[tokens].float() / temperature).log_softmax(-1)
+            log_p = (target[tokens].float() / temperature).log_softmax(-1)
+            p = log_p.exp()
+            divergences[tokens] = (p * log_p.sub_(log_q)).sum(-1)
+            if gradient is not None:
+                gradient[tokens] = log_q.exp_().sub_(p).div_(temperature)
         ctx.save_for_backward(gradient)
         return divergences
 
@@ -269,7 +266,7 @@ def distill(recipe_path: str | Path) -> dict[str, Any]:
         "eval_dataset": text.validation_blocks,
         "data_collator": default_data_collator,
         "compute_metrics": mean_token_loss,
-        "preprocess_logits_for_metrics": token_losses,
+        "preprocess_logits_for_metrics": predicted_losses,
     }
     log = JSONLinesLog(folder / "log.jsonl")
     trainer = DistillationTrainer(

@@ -49,7 +49,7 @@ from .data import (
 from .parallel import full_state_dict
 from .plot import plot_runs
 from .recipe import DataRecipe, ModelRecipe, Recipe, RecipeError, TrainingRecipe, load_recipe
-from .trainer import EGMLATrainer, JSONLinesLog, mean_token_loss, token_losses
+from .trainer import EGMLATrainer, JSONLinesLog, mean_token_loss, predicted_losses
 
 
 def load_tokenizer(path: str, key: str = "tokenizer.path") -> PreTrainedTokenizerBase:
@@ -576,7 +576,7 @@ def train(recipe_path: str | Path) -> dict[str, Any]:
         processing_class=tokenizer,
         data_collator=default_data_collator,
         compute_metrics=mean_token_loss,
-        preprocess_logits_for_metrics=token_losses,
+        preprocess_logits_for_metrics=predicted_losses,
         callbacks=[log],
         gate_tables=recipe.gate_tables,
     )

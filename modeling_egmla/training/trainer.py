@@ -15,6 +15,7 @@ from transformers.trainer_utils import rotate_checkpoints
 
 from ..files import publish, write_whole
 from ..gate_egmla import gate_table_parameters
+from ..loss_egmla import IGNORED, token_losses
 from . import parallel
 from .log import read_log
 from .recipe import GateTablesRecipe
@@ -110,15 +111,16 @@ class EGMLATrainer(Trainer):
         hook.remove()
 
 
-def token_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def predicted_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Losses of all predicted tokens, [B, S - 1], zero where labels are -100; keeps evaluation from storing logits."""
     logits = logits[0] if isinstance(logits, tuple) else logits
-    return F.cross_entropy(logits[:, :-1].float().transpose(1, 2), labels[:, 1:], reduction="none")
+    targets = F.pad(labels, (0, 1), value=IGNORED)[:, 1:]
+    return token_losses(logits.flatten(0, 1), targets.flatten()).view(labels.shape)[:, :-1]
 
 
 def mean_token_loss(prediction: EvalPrediction) -> dict[str, float]:
     """The validation loss over all tokens alike, which replaces Trainer's mean over batches, and their number."""
-    tokens = int((prediction.label_ids[:, 1:] != -100).sum())
+    tokens = int((prediction.label_ids[:, 1:] != IGNORED).sum())
     return {"loss": float(prediction.predictions.sum(dtype=np.float64)) / tokens, "tokens": tokens}
 
 
