@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..loading import NOT_FINITE
+from ..loss_egmla import IGNORED, token_losses
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ def _batch_nats(model: PreTrainedModel, batch: list[Window]) -> float:
     """Negative log-likelihood of what a batch of windows predicts; the longest comes first."""
     width = len(batch[0].ids) - 1
     ids = torch.zeros(len(batch), width, dtype=torch.long)
-    labels = torch.full((len(batch), width), -100)
+    labels = torch.full((len(batch), width), IGNORED)
     for row, window in enumerate(batch):
         length = len(window.ids) - 1
         ids[row, :length] = torch.tensor(window.ids[:-1])
@@ -150,8 +150,5 @@ def _batch_nats(model: PreTrainedModel, batch: list[Window]) -> float:
     # Padding stands on the right, where nothing that counts can see it.
     first = min(len(window.ids) - 1 - window.predicted for window in batch)
     logits = model(ids.to(model.device), use_cache=False, logits_to_keep=width - first).logits
-    losses = [
-        F.cross_entropy(row.float(), target, reduction="sum")
-        for row, target in zip(logits, labels[:, first:].to(logits.device))
-    ]
-    return torch.stack(losses).double().sum().item()
+    targets = labels[:, first:].flatten().to(logits.device)
+    return token_losses(logits.flatten(0, 1), targets).double().sum().item()
