@@ -5,6 +5,7 @@ Milliseconds a training step, EG-MLA beside the library's dense MLA and MHA at t
     python benchmarks/training.py --layers 2 --sequences 2         # a quick look
     python benchmarks/training.py --optimizers fused,foreach,loop,lazy --output training.json
 
+Our models compute the loss a few tokens at a time; "egmla-plain-loss" is EG-MLA with the library's loss.
 Systems take turns step by step in one process; medians and ratios are printed. A step is the forward and backward
 pass and, apart, the optimizer's step. "lazy" moves only the table rows whose ids were in the batch (`SparseAdam` over
 sparse gradients, AdamW for the rest), which is another optimizer than AdamW: momentum moves no row that did not
@@ -31,7 +32,13 @@ from modeling_egmla.console import console, format_bytes, plain_table
 
 
 PRESET = "egmla-base-kv256-emb256"
-NAMES = {"egmla": "EG-MLA", "our-mla": "our MLA", "mla": "library's MLA", "mha": "library's MHA"}
+NAMES = {
+    "egmla": "EG-MLA",
+    "egmla-plain-loss": "EG-MLA, library's loss",
+    "our-mla": "our MLA",
+    "mla": "library's MLA",
+    "mha": "library's MHA",
+}
 
 
 def build(name: str, shape: Shape) -> torch.nn.Module:
@@ -39,7 +46,10 @@ def build(name: str, shape: Shape) -> torch.nn.Module:
     if name in ("mha", "mla"):
         model_class = LlamaForCausalLM if name == "mha" else DeepseekV3ForCausalLM
         return model_class(library_config(shape, name)).train()
-    return EGMLAForCausalLM(shape.egmla_config(name)).train()
+    model = EGMLAForCausalLM(shape.egmla_config(name)).train()
+    if name == "egmla-plain-loss":
+        model.loss_type = "ForCausalLM"
+    return model
 
 
 class Optimizer:

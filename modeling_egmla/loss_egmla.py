@@ -14,7 +14,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 
 IGNORED = -100  # label of what is not to be predicted
-CPU_CHUNK = 1 << 20  # logits at a time; fastest of those tried (docs/training.md)
+CPU_CHUNK = 1 << 20  # logits at a time, by measurement (docs/training.md)
 DEVICE_CHUNK = 1 << 26  # on accelerators, where a call costs more than what it moves
 
 
@@ -61,52 +61,70 @@ def token_losses(logits: torch.Tensor, targets: torch.Tensor, ignore_index: int 
     `ignore_index`.
 
     Raises:
-        ValueError: a target is neither an id nor `ignore_index`.
+        ValueError: there are more or fewer targets than logits; a target is neither an id nor `ignore_index`.
     """
+    if len(logits) != len(targets):
+        raise ValueError(f"There are logits of {len(logits)} tokens, but `labels` of {len(targets)}.")
+    if targets.is_floating_point() or targets.dtype == torch.bool:
+        raise ValueError(f"`labels` must be whole numbers, but are {targets.dtype}.")
+    targets = targets.long()
     counts = targets != ignore_index
-    if targets.device.type == "cpu":  # elsewhere it would wait
+    if type(targets) is torch.Tensor and targets.device.type == "cpu":  # elsewhere it would wait
         wrong = targets[counts & ((targets < 0) | (targets >= logits.shape[1]))]
         if len(wrong):
             raise ValueError(
                 f"`labels` holds {int(wrong[0])}, but must hold ids from 0 to {logits.shape[1] - 1}, or "
                 f"{ignore_index} where nothing is to be predicted."
             )
-    return _TokenLosses.apply(logits, targets.masked_fill(~counts, 0), counts)
+    return _TokenLosses.apply(logits, targets.masked_fill(~counts, 0), counts)[0]
 
 
 class _TokenLosses(torch.autograd.Function):
-    """`token_losses` of valid targets; `counts` says which are not zero."""
+    """
+    `token_losses` of valid targets; `counts` says which are not zero. What the softmax is normalised by is kept as two
+    numbers, the largest logit and the logarithm of the sum above it: their sum has fewer digits than either.
+    """
 
     @staticmethod
-    def forward(ctx, logits_NV: torch.Tensor, targets_N: torch.Tensor, counts_N: torch.Tensor) -> torch.Tensor:
+    def forward(
+        logits_NV: torch.Tensor, targets_N: torch.Tensor, counts_N: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         dtype = torch.promote_types(logits_NV.dtype, torch.float32)
-        normalizers_N = torch.empty(len(logits_NV), dtype=dtype, device=logits_NV.device)
-        losses_N = torch.empty_like(normalizers_N)
+        peaks_N1 = torch.empty((len(logits_NV), 1), dtype=dtype, device=logits_NV.device)
+        log_sums_N1, losses_N1 = torch.empty_like(peaks_N1), torch.empty_like(peaks_N1)
         for tokens in chunks(logits_NV):
             logits = logits_NV[tokens].to(dtype)
-            normalizers_N[tokens] = logits.logsumexp(-1)
-            losses_N[tokens] = normalizers_N[tokens] - logits.gather(1, targets_N[tokens, None]).squeeze(1)
-        ctx.save_for_backward(logits_NV, targets_N, counts_N, normalizers_N)
-        return losses_N.masked_fill_(~counts_N, 0.0)
+            peaks_N1[tokens] = logits.amax(-1, keepdim=True)
+            below_peak = peaks_N1[tokens] - logits.gather(1, targets_N[tokens, None])
+            log_sums_N1[tokens] = (logits - peaks_N1[tokens]).exp_().sum(-1, keepdim=True).log_()
+            losses_N1[tokens] = below_peak + log_sums_N1[tokens]
+        return losses_N1.squeeze(1).masked_fill(~counts_N, 0.0), peaks_N1, log_sums_N1
 
     @staticmethod
-    def backward(ctx, upstream_N: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        logits_NV, targets_N, counts_N, normalizers_N = ctx.saved_tensors
+    def setup_context(ctx, inputs, outputs):
+        _, peaks_N1, log_sums_N1 = outputs
+        ctx.mark_non_differentiable(peaks_N1, log_sums_N1)
+        ctx.save_for_backward(*inputs, peaks_N1, log_sums_N1)
+
+    @staticmethod
+    def backward(ctx, upstream_N: torch.Tensor, *of_what_is_kept) -> tuple[torch.Tensor, None, None]:
+        logits_NV, targets_N, counts_N, peaks_N1, log_sums_N1 = ctx.saved_tensors
         upstream_N1 = upstream_N.masked_fill(~counts_N, 0.0)[:, None]
         if torch.is_grad_enabled():  # somebody wants second derivatives
-            probabilities_NV = logits_NV.to(normalizers_N.dtype).softmax(-1)
+            probabilities_NV = logits_NV.to(peaks_N1.dtype).softmax(-1)
             gradient_NV = (probabilities_NV - F.one_hot(targets_N, logits_NV.shape[1])) * upstream_N1
             return gradient_NV.to(logits_NV.dtype), None, None
         gradient_NV = torch.empty_like(logits_NV)
         for tokens in chunks(logits_NV):
-            gradient = (logits_NV[tokens].to(normalizers_N.dtype) - normalizers_N[tokens, None]).exp_()
-            gradient.mul_(upstream_N1[tokens]).scatter_add_(1, targets_N[tokens, None], -upstream_N1[tokens])
+            gradient = logits_NV[tokens].to(peaks_N1.dtype) - peaks_N1[tokens]
+            gradient.sub_(log_sums_N1[tokens]).exp_().mul_(upstream_N1[tokens])
+            gradient.scatter_add_(1, targets_N[tokens, None], -upstream_N1[tokens])
             gradient_NV[tokens] = gradient
         return gradient_NV, None, None
 
 
 def chunks(logits_NV: torch.Tensor) -> list[slice]:
-    """Slices of the tokens."""
-    (tokens, vocabulary), on_cpu = logits_NV.shape, logits_NV.device.type == "cpu"
-    size = max(1, (CPU_CHUNK if on_cpu else DEVICE_CHUNK) // vocabulary)
+    """Slices of as many tokens as make the chunk of their device, at least one."""
+    tokens, vocabulary = logits_NV.shape
+    size = max(1, (CPU_CHUNK if logits_NV.device.type == "cpu" else DEVICE_CHUNK) // vocabulary)
     return [slice(start, start + size) for start in range(0, tokens, size)]

@@ -16,6 +16,7 @@ from torch import nn
 from transformers import initialization as init
 from transformers.cache_utils import Cache
 from transformers.distributed import DistributedConfig
+from transformers.loss.loss_utils import LOSS_MAPPING
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_flash_attention_utils import FlashAttentionKwargs
 from transformers.modeling_layers import (
@@ -64,6 +65,8 @@ AUTO_MAP = {
 
 # Trainer shifts labels that it smooths for the classes in this list alone; others would learn to repeat their input.
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.setdefault(EGMLAConfig.model_type, "EGMLAForCausalLM")
+# Models look their loss up by the name of their class; `model.loss_type = "ForCausalLM"` is the library's.
+LOSS_MAPPING.setdefault("EGMLAForCausalLM", causal_lm_loss)
 
 
 class EGMLARMSNorm(DeepseekV3RMSNorm):
@@ -495,7 +498,6 @@ class EGMLAForCausalLM(EGMLAPreTrainedModel, EGMLAGenerationMixin):
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
     _tp_plan = {"lm_head": "colwise_gather_output"}
     _fsdp_plan = {"lm_head": "keep_full_weight"}
-    loss_function = staticmethod(causal_lm_loss)
 
     def __init__(self, config: EGMLAConfig):
         super().__init__(config)

@@ -38,6 +38,7 @@ ROOMS = (
     "gate",
     "generation",
     "inputs",
+    "loss",
     "mapped",
     "modeling",
     "placement",
@@ -322,7 +323,7 @@ def test_an_exported_folder_generates_the_same_text_without_the_package(exported
 
 @pytest.mark.slow  # starts a process
 def test_exported_folders_are_flat_and_complete(exported):
-    """Weights, configs and three code files, no folder; every Auto class finds its model."""
+    """Weights, configs and the model's code, no folder; every Auto class finds its model."""
     work, _ = exported
     for name in EXPORTS:
         assert {path.name for path in (work / name).iterdir()} == CODE | {

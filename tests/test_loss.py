@@ -1,7 +1,11 @@
 """The loss a few tokens at a time: its value and gradient from the definition, the library's, and what it keeps."""
 
+import copy
+
 import pytest
 import torch
+import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from modeling_egmla import loss_egmla
@@ -78,6 +82,23 @@ def test_without_a_label_that_counts_the_mean_is_not_a_number():
     assert causal_lm_loss(logits, torch.full_like(labels, -100), VOCAB).isnan()
 
 
+@pytest.mark.parametrize("offset", [0.0, 1e3, 1e5])
+def test_large_logits_and_sure_tokens_keep_their_digits(offset, chunk):
+    """Softmax does not see what all logits have in common, nor may the loss: at most twice the library's error."""
+    logits = (4 * torch.randn(1, 64, VOCAB) + offset).requires_grad_()
+    labels = logits.argmax(-1).roll(1, 1)  # the next token is the likeliest one
+    exact = logits.detach().double().requires_grad_()
+    loss = F.cross_entropy(exact[0, :-1], labels[0, 1:])
+    (gradient,) = torch.autograd.grad(loss, exact)
+
+    def errors(function):
+        value = function(logits, labels, VOCAB)
+        return abs(value.item() - loss.item()), (torch.autograd.grad(value, logits)[0] - gradient).norm()
+
+    for ours, librarys in zip(errors(causal_lm_loss), errors(ForCausalLMLoss)):
+        assert ours <= 2 * librarys + 1e-7
+
+
 @pytest.mark.parametrize("label", [-1, VOCAB, -101])
 def test_labels_that_are_no_ids_are_named(label):
     logits, labels = random_batch()
@@ -86,7 +107,40 @@ def test_labels_that_are_no_ids_are_named(label):
         causal_lm_loss(logits, labels, VOCAB)
 
 
-def test_keeps_the_logits_and_a_number_a_token():
+@pytest.mark.parametrize(
+    ("logits", "targets", "message"),
+    [
+        ((5, 7), torch.tensor([3]), "logits of 5 tokens, but `labels` of 1"),
+        ((2, 7), torch.tensor([3, 1, 2]), "logits of 2 tokens, but `labels` of 3"),
+        ((2, 7), torch.tensor([3.0, 1.0]), "whole numbers, but are torch.float32"),
+        ((2, 7), torch.tensor([True, False]), "whole numbers, but are torch.bool"),
+    ],
+)
+def test_other_labels_are_refused(logits, targets, message):
+    with pytest.raises(ValueError, match=message):
+        token_losses(torch.randn(logits), targets)
+
+
+def test_labels_of_any_whole_type():
+    logits, targets = torch.randn(3, 5, requires_grad=True), torch.tensor([4, 0, 2])
+    for dtype in (torch.uint8, torch.int32):
+        torch.testing.assert_close(token_losses(logits, targets.to(dtype)), token_losses(logits, targets))
+        torch.autograd.grad(token_losses(logits, targets.to(dtype)).sum(), logits, create_graph=True)
+
+
+def test_under_transforms_and_without_data():
+    """`torch.func.grad` differentiates it, and fake tensors, which have no numbers to look at, pass through it."""
+    logits, labels = random_batch()
+    leaf = logits.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(causal_lm_loss(leaf, labels, VOCAB), leaf)
+    torch.testing.assert_close(torch.func.grad(causal_lm_loss)(logits, labels, VOCAB), expected)
+    with FakeTensorMode():
+        fake = torch.randn(2, 5, 11, requires_grad=True)
+        causal_lm_loss(fake, torch.zeros(2, 5, dtype=torch.long), 11).backward()
+    assert fake.grad.shape == fake.shape
+
+
+def test_keeps_the_logits_and_two_numbers_a_token():
     """For the backward pass; the library keeps float32 logarithms of all logits."""
     logits, labels = random_batch(torch.bfloat16)
     kept = {}
@@ -94,7 +148,9 @@ def test_keeps_the_logits_and_a_number_a_token():
         lambda tensor: kept.setdefault(tensor.data_ptr(), tensor), lambda tensor: tensor
     ):
         causal_lm_loss(logits.requires_grad_(), labels, VOCAB)
-    assert sum(tensor.nbytes for tensor in kept.values()) < logits.nbytes + 20 * labels.numel()
+    assert (
+        sum(tensor.nbytes for tensor in kept.values()) < logits.nbytes + 20 * labels.numel()
+    )  # two float32, a label, a flag
 
 
 def test_second_derivatives():
@@ -119,6 +175,16 @@ def test_the_model_computes_it(make_model, monkeypatch):
         loss_egmla.causal_lm_loss(outputs.logits, ids, 97), (nll.sum() / 20).float(), atol=1e-5, rtol=1e-5
     )
     assert not called
+
+
+def test_the_librarys_can_be_chosen(make_model):
+    """By its name, as for every model of the library, or by setting any function."""
+    model = make_model()
+    assert model.loss_function is causal_lm_loss and copy.deepcopy(model).loss_function is causal_lm_loss
+    model.loss_type = "ForCausalLM"
+    assert model.loss_function is ForCausalLMLoss
+    model.loss_function = lambda **kwargs: 5.0
+    assert model(input_ids=torch.tensor([[3, 4]]), labels=torch.tensor([[3, 4]])).loss == 5.0
 
 
 def test_token_losses_are_zero_where_nothing_is_predicted():

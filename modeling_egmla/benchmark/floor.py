@@ -4,7 +4,7 @@ How fast a step could be: the bytes and operations that it cannot do without, ov
     floor = sum over parts of max(bytes / bandwidth, operations / rate)
 
 The parts of a step are its weights and its history. They take turns in every layer, each waiting for the other's
-result, so that the memory is idle while the history's products are computed.
+result, and nothing is read ahead.
 
 Each system is held to its own way of computing: MLA of the library expands the history, EG-MLA takes the query to the
 latents once for each distinct id (docs/decoding.md). What is counted is read or written once; sums, norms, softmax,
