@@ -24,6 +24,7 @@ import torch
 import transformers
 import typer
 from transformers import DeepseekV3ForCausalLM, LlamaForCausalLM
+from transformers.loss.loss_utils import ForCausalLMLoss
 
 from modeling_egmla import EGMLAConfig, EGMLAForCausalLM
 from modeling_egmla.benchmark.systems import Shape, library_config
@@ -48,7 +49,7 @@ def build(name: str, shape: Shape) -> torch.nn.Module:
         return model_class(library_config(shape, name)).train()
     model = EGMLAForCausalLM(shape.egmla_config(name)).train()
     if name == "egmla-plain-loss":
-        model.loss_type = "ForCausalLM"
+        model.loss_function = ForCausalLMLoss
     return model
 
 

@@ -16,7 +16,6 @@ from torch import nn
 from transformers import initialization as init
 from transformers.cache_utils import Cache
 from transformers.distributed import DistributedConfig
-from transformers.loss.loss_utils import LOSS_MAPPING
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_flash_attention_utils import FlashAttentionKwargs
 from transformers.modeling_layers import (
@@ -65,8 +64,6 @@ AUTO_MAP = {
 
 # Trainer shifts labels that it smooths for the classes in this list alone; others would learn to repeat their input.
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.setdefault(EGMLAConfig.model_type, "EGMLAForCausalLM")
-# Models look their loss up by the name of their class; `model.loss_type = "ForCausalLM"` is the library's.
-LOSS_MAPPING.setdefault("EGMLAForCausalLM", causal_lm_loss)
 
 
 class EGMLARMSNorm(DeepseekV3RMSNorm):
@@ -504,6 +501,7 @@ class EGMLAForCausalLM(EGMLAPreTrainedModel, EGMLAGenerationMixin):
         self.model = EGMLAModel(config)
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.loss_function = causal_lm_loss  # `loss_type` stays "ForCausalLM", by which Trainer counts labels
 
         self.post_init()
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 from modeling_egmla import loss_egmla
 from modeling_egmla.loss_egmla import causal_lm_loss, token_losses
@@ -177,14 +177,17 @@ def test_the_model_computes_it(make_model, monkeypatch):
     assert not called
 
 
-def test_the_librarys_can_be_chosen(make_model):
-    """By its name, as for every model of the library, or by setting any function."""
+def test_the_models_loss_can_be_replaced(make_model):
+    """As of every model of the library; its type stays that of causal models, whose labels Trainer counts shifted."""
     model = make_model()
     assert model.loss_function is causal_lm_loss and copy.deepcopy(model).loss_function is causal_lm_loss
-    model.loss_type = "ForCausalLM"
-    assert model.loss_function is ForCausalLMLoss
+    assert LOSS_MAPPING[model.loss_type] is ForCausalLMLoss
+    ids = torch.tensor([[3, 4, 5]])
+    loss = model(input_ids=ids, labels=ids).loss
+    model.loss_function = ForCausalLMLoss
+    torch.testing.assert_close(model(input_ids=ids, labels=ids).loss, loss)
     model.loss_function = lambda **kwargs: 5.0
-    assert model(input_ids=torch.tensor([[3, 4]]), labels=torch.tensor([[3, 4]])).loss == 5.0
+    assert model(input_ids=ids, labels=ids).loss == 5.0
 
 
 def test_token_losses_are_zero_where_nothing_is_predicted():
