@@ -1,9 +1,9 @@
 """
 Cross-entropy of next tokens, a few tokens at a time.
 
-The library's loss makes all logits float32 and keeps as many logarithms for the backward pass, which with a wide
-vocabulary is more memory than all layers keep. Here nothing but the logits themselves is kept, and what is computed
-from them stays small enough for a processor's cache.
+The library's loss makes all logits float32 and keeps as many logarithms for the backward pass: beside bfloat16 logits,
+four times their memory. Here nothing but the logits themselves is kept, and what is computed from them stays small
+enough for a processor's cache.
 
 Shapes: B batch, S length, N tokens, V vocabulary.
 """
@@ -15,7 +15,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 IGNORED = -100  # label of what is not to be predicted
 CPU_CHUNK = 1 << 20  # logits at a time, by measurement (docs/training.md)
-DEVICE_CHUNK = 1 << 26  # on accelerators, where a call costs more than what it moves
+DEVICE_CHUNK = 1 << 26  # on accelerators, so that calls are few; not measured
 
 
 def causal_lm_loss(
