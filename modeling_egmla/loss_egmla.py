@@ -14,7 +14,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 
 IGNORED = -100  # label of what is not to be predicted
-CPU_CHUNK = 1 << 20  # logits at a time, by measurement (docs/training.md)
+CPU_CHUNK = 1 << 20  # logits at a time, by measurement (docs/log.md)
 DEVICE_CHUNK = 1 << 26  # on accelerators, so that calls are few; not measured
 
 
@@ -40,7 +40,7 @@ def causal_lm_loss(
         The loss in nats a token.
 
     Raises:
-        ValueError: a label is neither an id nor `ignore_index`.
+        ValueError: labels and logits are of other numbers of tokens; a label is neither an id nor `ignore_index`.
     """
     if torch.compiler.is_compiling():
         return ForCausalLMLoss(logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs)
@@ -64,7 +64,10 @@ def token_losses(logits: torch.Tensor, targets: torch.Tensor, ignore_index: int 
         ValueError: there are more or fewer targets than logits; a target is neither an id nor `ignore_index`.
     """
     if len(logits) != len(targets):
-        raise ValueError(f"There are logits of {len(logits)} tokens, but `labels` of {len(targets)}.")
+        raise ValueError(
+            f"There are logits of {len(logits)} tokens, but `labels` of {len(targets)}: give one label for each "
+            "position whose logits are computed (`logits_to_keep` leaves positions out)."
+        )
     if targets.is_floating_point() or targets.dtype == torch.bool:
         raise ValueError(f"`labels` must be whole numbers, but are {targets.dtype}.")
     targets = targets.long()
