@@ -349,9 +349,11 @@ class GQAPlan:
             raise ConversionError(
                 f"The rotary width must be even and from 2 to {all_rotary}, the source's, but is {self.rope_dim}."
             )
-        if self.latent < 2:
+        full = full_latent(theirs)
+        if not 2 <= self.latent <= full:
             raise ConversionError(
-                f"The latent must be 2 or wider, a channel of it being constant, but is {self.latent}."
+                f"The latent must be 2 or wider, a channel of it being constant, and no wider than {full}, which "
+                f"keeps all of this source, but is {self.latent}: give --latent a width between."
             )
 
 

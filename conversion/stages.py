@@ -89,11 +89,11 @@ def planned_config(theirs, latent: LatentStart, gate: GateStart) -> EGMLAConfig:
 
 
 def plan_latent(theirs, latent: LatentStart, gate: GateStart, width: int) -> GQAPlan:
-    """The shape of the MLA model with this width, which is no wider than loses nothing."""
+    """The shape of the MLA model with this width."""
     rope_dim = theirs.head_dim // 2 if latent.rope_dim is None else latent.rope_dim
     norm_channels = gate.kind != "none" and gate.norm == "layer_norm"
     by, mix = ("position", False) if latent.rotary == "heads" else (latent.rotary, True)
-    return GQAPlan(min(width, full_latent(theirs)), rope_dim, by, mix, norm_channels)
+    return GQAPlan(width, rope_dim, by, mix, norm_channels)
 
 
 @dataclass(frozen=True)
@@ -144,6 +144,8 @@ def start_from_llama(
     Raises:
         ConversionError: the shape does not fit the source.
     """
+    if latent.width is not None:
+        plan_latent(theirs, latent, gate, latent.width).check(theirs)  # before any work
     fit_on, measure_on = split_windows(windows)
     source = load_library_model(checkpoint.folder, checkpoint)
     inputs = input_moments(source, fit_on)
@@ -170,7 +172,7 @@ def start_from_llama(
     score(f"rotary in {widest.rope_dim} channels of {all_rotary}", build(few_rotary))
     kept, width = few_rotary.kept(), latent.width
     if width is None:
-        width = 2 + int((kept < latent.energy).sum())
+        width = min(2 + int((kept < latent.energy).sum()), whole)
     factors = factorise(plan_latent(theirs, latent, gate, width))
     width = factors.plan.latent
     model = build(factors)

@@ -1,9 +1,10 @@
 """
 Attention of one or a few new queries on the compressed cache, without keys and values of the whole history at once.
 
-Two exact ways, derived in docs/decoding.md. *Tiles* expand a piece of the history at a time, with the modules of the
+Exact ways, derived in docs/decoding.md. *Tiles* expand a piece of the history at a time, with the modules of the
 attention, and add it to a running softmax. *Grouped* never expands: it takes the query to the latents, once for each
-distinct token id (plain MLA and additive gates: once). Where neither applies, attention expands the whole history.
+distinct token id (plain MLA and additive gates: once). *Fused* is a kernel for accelerators (fused_egmla.py). Where
+none applies, attention expands the whole history.
 
 Shapes: B batch, S query length, T cached length with the new tokens, H heads, N `qk_nope_head_dim`, V `v_head_dim`,
 C `kv_lora_rank`, R `qk_rope_head_dim`, K = N + R, D = H * (N + V), U distinct ids of a sequence, P places for its
@@ -18,10 +19,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from .cache_egmla import GrowingTensor
+from .fused_egmla import can_fuse, fused_attention
 from .gate_egmla import Sources, has_fast_matmul, is_plain, project
 
 
-KV_DECODINGS = ("auto", "expanded", "tiles", "grouped")
+KV_DECODINGS = ("auto", "expanded", "tiles", "grouped", "fused")
 TILE_TOKENS = 1024
 COMPILED_TILE_TOKENS = 256
 REGROUP_AFTER = 16  # appended tokens, each a group of its own, after which a sequence is sorted again
@@ -50,12 +52,12 @@ class History(NamedTuple):
 
 def select_decoding(attention: nn.Module, query_BHSK: torch.Tensor, mask: torch.Tensor | None, cache) -> str:
     """
-    Returns the way to compute attention, "expanded", "tiles" or "grouped".
+    Returns the way to compute attention, "expanded", "tiles", "grouped" or "fused".
 
     `attention.kv_decoding` names it, or leaves it to measurements on CPUs ("auto", see docs/decoding.md); one that
-    cannot be used gives way to one that can. "grouped" reads weights, which must be torch's own, and is not compiled;
-    neither knows gradients, autocast, masks other than those of `sdpa`, or a cache whose filled length is not on the
-    host.
+    cannot be used gives way to one that can. "grouped" and "fused" read weights, which must be torch's own, and are
+    not compiled; none knows gradients, autocast, masks other than those of `sdpa`, or a cache whose filled length is
+    not on the host.
     """
     wanted, S = attention.kv_decoding, query_BHSK.shape[2]
     if (
@@ -81,7 +83,9 @@ def select_decoding(attention: nn.Module, query_BHSK: torch.Tensor, mask: torch.
         if length * attention.config.kv_width < MIN_FEATURES or S > MAX_QUERIES_TILES:
             return "expanded"
         wanted = "grouped" if MAX_QUERIES_GROUPED[attention.kv_gate] >= S else "tiles"
-    return "grouped" if wanted == "grouped" and not is_compiling and reads_weights(attention) else "tiles"
+    if wanted == "tiles" or is_compiling or not reads_weights(attention):
+        return "tiles"
+    return wanted if wanted == "grouped" or can_fuse(attention, query_BHSK, layer.keys) else "tiles"
 
 
 def reads_weights(attention: nn.Module) -> bool:
@@ -96,13 +100,21 @@ def reads_weights(attention: nn.Module) -> bool:
 
 def decode(attention: nn.Module, decoding: str, query_BHSK: torch.Tensor, mask: torch.Tensor | None, cache):
     """
-    Attention of `query_BHSK`, whose tokens the cache holds already, by "tiles" or "grouped".
+    Attention of `query_BHSK`, whose tokens the cache holds already, by "tiles", "grouped" or "fused".
 
     `mask` is None (one query that sees everything), boolean (True: attend) or additive, [B or 1, H or 1, S, T] or
     longer. Returns [B, S, H * V].
     """
-    decoder = grouped_attention if decoding == "grouped" else tiled_attention
-    out_BSHV = decoder(attention, query_BHSK, mask, cache)
+    if decoding == "tiles":
+        out_BSHV = tiled_attention(attention, query_BHSK, mask, cache)
+    elif decoding == "grouped":
+        out_BSHV = grouped_attention(attention, query_BHSK, mask, cache)
+    else:
+        history = History.of(cache, attention.group_idx)
+        mask_BHT = None if mask is None else additive(mask)[:, :, 0, : history.latents_BTC.shape[1]]
+        is_normed = attention.kv_gate != "none" and isinstance(attention.kv_gate_norm, nn.LayerNorm)
+        statistics_B2T = gated_statistics(attention, history, cache) if is_normed else None
+        out_BSHV = fused_attention(attention, query_BHSK, mask_BHT, *history, statistics_B2T)
     return out_BSHV.flatten(2).to(query_BHSK.dtype)
 
 
@@ -271,7 +283,8 @@ class TokenGroups:
         """Index into `ids_U` of each position."""
         counts, sizes = torch.tensor(self.blocks, device=self.place_T.device).T
         groups_U = torch.arange(len(self.ids_U), device=self.place_T.device)
-        return groups_U.repeat_interleave(sizes.repeat_interleave(counts))[self.place_T]
+        sizes_U = sizes.repeat_interleave(counts, output_size=len(groups_U))  # told, so that no device is waited for
+        return groups_U.repeat_interleave(sizes_U, output_size=len(self.position_P))[self.place_T]
 
     @property
     def nbytes(self) -> int:

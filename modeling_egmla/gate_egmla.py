@@ -258,6 +258,19 @@ class TokenGate(nn.Module):
         device = self.kv_gate_embed.like.device
         return (table, device) if table.pool is not None and device.type != "meta" else None
 
+    def gate_tensors(self) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+        """
+        What `kv_gates` reads: a table [vocab_size, D] and None, or rows [vocab_size, kv_gate_dim] and the weight that
+        projects them. None where these are not two tensors in memory, since a table is placed or a module wrapped.
+        """
+        table = self._gate_table()
+        if isinstance(table, torch.Tensor):
+            return table, None
+        if table is not None or type(self.kv_gate_embed) is not nn.Embedding:
+            return None
+        is_readable = is_plain(self.kv_gate_embed, self.kv_gate_proj)
+        return (self.kv_gate_embed.weight, self.kv_gate_proj.weight) if is_readable else None
+
     def gate_kv(self, kv_features: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
         """Gates up-projected latents [..., D] by their tokens' ids and normalises the result over all heads."""
         if self.kv_gate == "none":

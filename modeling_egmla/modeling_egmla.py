@@ -35,7 +35,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
     yarn_apply_mscale,
 )
 from transformers.processing_utils import Unpack
-from transformers.utils import TransformersKwargs, can_return_tuple, logging
+from transformers.utils import TransformersKwargs, can_return_tuple, is_triton_available, logging
 from transformers.utils.deprecation import deprecate_kwarg
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
@@ -332,14 +332,18 @@ class EGMLAPreTrainedModel(EGMLAGatePlacement, PreTrainedModel):
                 keys and values of the whole history, as prefill does; `"tiles"` makes them piece by piece, in bounded
                 memory. `"grouped"` makes none: it takes the query to the latents, once for each distinct token id;
                 with an adapter on `kv_b_proj`, with quantised or offloaded weights, or compiled, it gives way to
-                `"tiles"`. In training, where gradients are recorded, under autocast and with attention implementations
-                other than `sdpa`, all is `"expanded"`.
+                `"tiles"`. `"fused"` is a Triton kernel for one new token, on CUDA, whose speed is not measured yet;
+                it gives way as `"grouped"` does, and where gate tables are placed, narrowed or wrapped. In training,
+                where gradients are recorded, under autocast and with attention implementations other than `sdpa`, all
+                is `"expanded"`.
 
         Raises:
-            ValueError: there is no such way.
+            ValueError: there is no such way, or triton is not installed, which `"fused"` needs.
         """
         if decoding not in KV_DECODINGS:
             raise ValueError(f"`decoding` must be one of {KV_DECODINGS}, but is {decoding!r}.")
+        if decoding == "fused" and not is_triton_available():
+            raise ValueError("`decoding='fused'` needs triton, which torch brings for CUDA: `pip install triton`.")
         for module in self.modules():
             if isinstance(module, EGMLAAttention):
                 module.kv_decoding = decoding

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import os
 
 import pytest
 import reference
@@ -22,7 +23,8 @@ from modeling_egmla.decoding_egmla import (
 )
 
 
-FAST = ["tiles", "grouped"]
+# Under triton's interpreter, which test_fused.py starts, all that holds for the others is asked of the kernel.
+FAST = ["fused"] if os.environ.get("TRITON_INTERPRET") == "1" else ["tiles", "grouped"]
 VARIANTS = [("multiply", "layer_norm"), ("multiply", "none"), ("add", "layer_norm"), ("add", "none"), ("none", "none")]
 PADDING = (0, 5, 17)  # of the rows of `padded_batch`
 
@@ -365,6 +367,28 @@ def test_accelerators_expand_by_default(make_model, monkeypatch):
         assert select_decoding(attention, query, None, cache) == "expanded"
         model.set_kv_decoding("tiles")
         assert select_decoding(attention, query, None, cache) == "tiles"
+
+
+@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
+@pytest.mark.parametrize("precomputes", [False, True], ids=["projected", "precomputed"])
+@pytest.mark.parametrize("way", ["auto", "expanded", "tiles"])
+@pytest.mark.parametrize("layer_group_size", [1, 2])
+def test_steps_do_not_wait_for_the_device(make_model, monkeypatch, layer_group_size, way, precomputes, static):
+    """
+    Nothing in a step looks at a number that an accelerator computes, which would wait for it and could not be captured
+    in a graph: tensors of the "meta" device have none, and raise where one is asked for.
+    """
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: False)  # does not know "meta"
+    model = make_model(num_hidden_layers=4, layer_group_size=layer_group_size).to("meta")
+    if precomputes:
+        model.precompute_kv_gates()
+    model.set_kv_decoding(way)
+    cache, ids = make_cache(model, static), torch.empty(2, 20, dtype=torch.long, device="meta")
+    with torch.no_grad():
+        model(ids, cache=cache)
+        for _ in range(3):
+            logits = model(ids[:, :1], cache=cache).logits
+    assert logits.shape == (2, 1, 97) and logits.is_meta
 
 
 def test_unknown_decoding(make_model):

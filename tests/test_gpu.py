@@ -105,7 +105,7 @@ def test_placed_tables_are_never_on_the_device(make_model, tmp_path):
     assert model.model.layers[0].self_attn.kv_gate_embed.table.values.is_pinned()
 
 
-@pytest.mark.parametrize("decoding", ["expanded", "tiles", "grouped"])
+@pytest.mark.parametrize("decoding", ["expanded", "tiles", "grouped", "fused"])
 def test_decoding_on_the_device(models, decoding):
     """Every way to decode gives the logits of the whole text at once."""
     _, model = models

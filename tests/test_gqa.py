@@ -341,6 +341,7 @@ def test_code_that_computes_something_else_is_noticed(folder, tmp_path, monkeypa
         ({"calibration": CALIBRATION}, "--latent"),
         ({"latent": LatentStart(width=9)}, "--calibration"),
         ({"latent": LatentStart(width=1), "calibration": CALIBRATION}, "2 or wider"),
+        ({"latent": LatentStart(width=99), "calibration": CALIBRATION}, "no wider than 37"),
         ({"latent": LatentStart(width=9), "calibration": CALIBRATION, "to": "llama"}, "can be read, not written"),
     ],
 )

@@ -546,6 +546,15 @@ def test_documents_stream(streamed):
     assert ids == [*once, *once]
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+def test_text_shorter_than_a_block(streamed, streaming):
+    """Text that does not fill a block, also a stream's, is said with the recipe's key, before anything is trained."""
+    tokenizer = AutoTokenizer.from_pretrained(EMBEDDED)
+    documents = load_documents(DataRecipe(**{**streamed, "streaming": streaming}))
+    with pytest.raises(RecipeError, match=r"`data\.sequence_length` 9999 is longer"):
+        pack_documents(documents, tokenizer, 9999, keep_all=False)
+
+
 def test_dataset_by_name_streams_and_loads(streamed, tmp_path):
     """`data.dataset` is what `load_dataset` takes, here a folder: read whole, or streamed, with the same documents."""
     texts = []

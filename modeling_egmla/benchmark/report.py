@@ -24,9 +24,17 @@ COLOURS = {
     "our-mla": "#56B4E9",
     "egmla": "#E69F00",
     "egmla-a": "#D55E00",
+    "egmla-a-fused": "#0072B2",
     "egmla-stock": "#CC79A7",
 }
-RATIOS = (("egmla-a", "mha"), ("egmla-a", "mla"), ("our-mla", "mla"), ("egmla", "mla"), ("egmla-a", "gqa"))
+RATIOS = (
+    ("egmla-a", "mha"),
+    ("egmla-a", "mla"),
+    ("our-mla", "mla"),
+    ("egmla", "mla"),
+    ("egmla-a", "gqa"),
+    ("egmla-a-fused", "egmla-a"),
+)
 
 
 def median(result: dict) -> float | None:

@@ -28,11 +28,18 @@ LABELS = {
     "our-mla": "our MLA",
     "egmla": "EG-MLA",
     "egmla-a": "EG-MLA-A",
+    "egmla-a-fused": "EG-MLA-A, fused",
     "egmla-stock": "EG-MLA, K/V",
 }
-SAME_WEIGHTS = {"egmla", "egmla-a", "egmla-stock"}
+FUSED = "egmla-a-fused"  # `egmla-a` decoded by its kernel
+SAME_WEIGHTS = {"egmla", "egmla-a", FUSED, "egmla-stock"}
 LAYER_GROUPS = (1, 2, 4, 6)
 GROUPED = "egmla-a-lgz"  # and the layer group size: `egmla-a` with it
+
+
+def systems_on(device: str) -> tuple[str, ...]:
+    """Names of the systems that can be measured there."""
+    return tuple(name for name in LABELS if name != FUSED or device != "cpu")
 
 
 def label(name: str) -> str:
@@ -139,6 +146,8 @@ def build_model(
     model.eval()
     if name.startswith("egmla-a"):
         model.precompute_kv_gates()
+    if name == FUSED:
+        model.set_kv_decoding("fused")
     return model
 
 

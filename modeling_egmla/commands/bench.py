@@ -54,7 +54,7 @@ def bench(
     from ..benchmark.cells import ALLOCATORS, PHASES, Cell, Results
     from ..benchmark.report import Report
     from ..benchmark.schedule import describe, open_results, run_missing
-    from ..benchmark.systems import GROUPED, LABELS, LAYER_GROUPS, Shape
+    from ..benchmark.systems import FUSED, GROUPED, LAYER_GROUPS, Shape, systems_on
     from ..benchmark.worker import Job
 
     out = console()
@@ -74,7 +74,7 @@ def bench(
     if device != "cpu":
         allocators = "default"
     chosen_phases = _choices("--phases", phases, PHASES)
-    chosen_systems = _choices("--systems", systems, tuple(LABELS))
+    chosen_systems = _choices("--systems", systems, systems_on(device))
     chosen_dtypes = _choices("--dtypes", dtypes, ("bfloat16", "float32"))
     chosen_allocators = _choices("--allocators", allocators, ALLOCATORS)
     sizes = sorted(
@@ -91,6 +91,8 @@ def bench(
                     if phase == "prefill" and prompt * batch > prefill_tokens:
                         continue
                     names = groups if phase == "groups" else chosen_systems
+                    if phase == "prefill":
+                        names = [name for name in names if name != FUSED]  # as without the kernel
                     wanted.append((Cell(phase, prompt, batch, dtype, allocator), names))
     environment = describe(config, shape.config.num_hidden_layers, device, threads)
     measured_layers = "" if layers is None else f" with {layers} of {config.num_hidden_layers} layers"

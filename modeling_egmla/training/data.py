@@ -225,13 +225,13 @@ def pack_documents(
             blocks[-1] = blocks[-1] + [tokenizer.eos_token_id] * rest
         return {"input_ids": blocks, "labels": labels}
 
-    if isinstance(documents, IterableDataset):
-        # Without end, in the same order each time, so that a run that is continued finds its place.
-        return documents.map(pack, batched=True, remove_columns="text").repeat(None)
-    blocks = documents.map(pack, batched=True, batch_size=None if keep_all else 1000, remove_columns="text")
-    if not len(blocks):
+    is_stream = isinstance(documents, IterableDataset)
+    batch_size = None if keep_all and not is_stream else 1000
+    blocks = documents.map(pack, batched=True, batch_size=batch_size, remove_columns="text")
+    if next(iter(blocks), None) is None:
         raise RecipeError(f"`data.sequence_length` {length} is longer than all of the text.")
-    return blocks
+    # Without end, in the same order each time, so that a run that is continued finds its place.
+    return blocks.repeat(None) if is_stream else blocks
 
 
 def count_tokens(blocks: Dataset, vocab_size: int) -> np.ndarray:
