@@ -35,6 +35,7 @@ ROOMS = (
     "cache",
     "configuration",
     "decoding",
+    "fused",
     "gate",
     "generation",
     "inputs",
