@@ -144,8 +144,8 @@ def start_from_llama(
     Raises:
         ConversionError: the shape does not fit the source.
     """
-    if latent.width is not None:
-        plan_latent(theirs, latent, gate, latent.width).check(theirs)  # before any work
+    width = full_latent(theirs) if latent.width is None else latent.width
+    plan_latent(theirs, latent, gate, width).check(theirs)  # before any work
     fit_on, measure_on = split_windows(windows)
     source = load_library_model(checkpoint.folder, checkpoint)
     inputs = input_moments(source, fit_on)

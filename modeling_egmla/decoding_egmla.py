@@ -98,6 +98,11 @@ def reads_weights(attention: nn.Module) -> bool:
     return is_plain(*modules) and modules[0].bias is None
 
 
+def is_normed(attention: nn.Module) -> bool:
+    """Whether what was gated goes through a LayerNorm."""
+    return attention.kv_gate != "none" and isinstance(attention.kv_gate_norm, nn.LayerNorm)
+
+
 def decode(attention: nn.Module, decoding: str, query_BHSK: torch.Tensor, mask: torch.Tensor | None, cache):
     """
     Attention of `query_BHSK`, whose tokens the cache holds already, by "tiles", "grouped" or "fused".
@@ -112,8 +117,7 @@ def decode(attention: nn.Module, decoding: str, query_BHSK: torch.Tensor, mask: 
     else:
         history = History.of(cache, attention.group_idx)
         mask_BHT = None if mask is None else additive(mask)[:, :, 0, : history.latents_BTC.shape[1]]
-        is_normed = attention.kv_gate != "none" and isinstance(attention.kv_gate_norm, nn.LayerNorm)
-        statistics_B2T = gated_statistics(attention, history, cache) if is_normed else None
+        statistics_B2T = gated_statistics(attention, history, cache) if is_normed(attention) else None
         out_BSHV = fused_attention(attention, query_BHSK, mask_BHT, *history, statistics_B2T)
     return out_BSHV.flatten(2).to(query_BHSK.dtype)
 
@@ -283,8 +287,7 @@ class TokenGroups:
         """Index into `ids_U` of each position."""
         counts, sizes = torch.tensor(self.blocks, device=self.place_T.device).T
         groups_U = torch.arange(len(self.ids_U), device=self.place_T.device)
-        sizes_U = sizes.repeat_interleave(counts, output_size=len(groups_U))  # told, so that no device is waited for
-        return groups_U.repeat_interleave(sizes_U, output_size=len(self.position_P))[self.place_T]
+        return groups_U.repeat_interleave(sizes.repeat_interleave(counts))[self.place_T]
 
     @property
     def nbytes(self) -> int:
@@ -345,9 +348,8 @@ def grouped_attention(
     weights = attention.up_projection.weight.to(dtype).view(H, N + V, -1).split([N, V], dim=1)
     q_nope_BHSN, q_rot_BHSR = (query_BHSK.to(dtype) * attention.scaling).split([N, R], dim=-1)
 
-    is_gated = attention.kv_gate != "none"
-    is_normed = is_gated and isinstance(attention.kv_gate_norm, nn.LayerNorm)
-    if is_normed:
+    is_gated, has_norm = attention.kv_gate != "none", is_normed(attention)
+    if has_norm:
         norm = attention.kv_gate_norm
         gamma_H1NV, beta_H1NV = (p.to(dtype).view(H, 1, N + V) for p in (norm.weight, norm.bias))
         q_nope_BHSN = q_nope_BHSN * gamma_H1NV[..., :N]
@@ -361,7 +363,7 @@ def grouped_attention(
 
         # In place and flat: at this size a pass over memory costs as much as a product.
         scores_AT = maps.scores(q_nope_BHSN[b])
-        if is_normed:
+        if has_norm:
             mean_T, rstd_T = statistics_B2T[b]
             scores_AT.addr_(q_nope_BHSN[b].sum(-1).flatten(), mean_T, alpha=-1).mul_(rstd_T)
         scores_AT.addmm_(q_rot_BHSR[b].flatten(0, 1), history.k_rot_BTR[b].to(dtype).T)
@@ -369,10 +371,10 @@ def grouped_attention(
             scores_AT.view(H, S, -1).add_(additive(mask[b if mask.shape[0] > 1 else 0, ..., : scores_AT.shape[1]]))
 
         weights_AT = softmax(scores_AT)
-        if is_normed:
+        if has_norm:
             weights_AT.mul_(rstd_T)
         out_HSV = maps.values(weights_AT.view(H, S, -1))
-        if is_normed:
+        if has_norm:
             out_HSV = (out_HSV - (weights_AT @ mean_T).view(H, S, 1)) * gamma_H1NV[..., N:] + beta_H1NV[..., N:]
         out_BSHV[b] = out_HSV.transpose(0, 1)
     return out_BSHV

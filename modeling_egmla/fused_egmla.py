@@ -2,28 +2,37 @@
 Attention of one new query on the compressed cache as one Triton kernel, for each head and part of the history.
 
 The kernel reads latents, rotated keys, ids and the statistics of the LayerNorm, and expands a block of tokens for its
-head alone, in registers: neither keys and values nor gates of the history are ever in memory. It is derived in
-docs/decoding.md, and is used where `set_kv_decoding("fused")` asks for it.
+head alone, in registers: keys and values of the history are never in memory. It is derived in docs/decoding.md, and is
+used where `set_kv_decoding("fused")` asks for it.
 
 Shapes: B batch, T cached length with the new token, H heads, N `qk_nope_head_dim`, V `v_head_dim`, C `kv_lora_rank`,
 R `qk_rope_head_dim`, G width of a gate table's rows, P parts of the history.
 """
 
 import torch
-from transformers.utils import is_triton_available
 
+
+# Models must load, exported ones too, where triton is missing or broken.
+try:
+    import triton
+    import triton.language as tl
+except Exception:
+    HAS_TRITON = False
+else:
+    HAS_TRITON = True
 
 BLOCK_TOKENS, NUM_WARPS = 32, 8  # compiled for sm_80 and sm_90, the least registers spilled; not measured
 BLOCK_BYTES = 128  # of a row that is multiplied, at a time: what is loaded fits the memory of old devices too
 PROGRAMS = 512  # at least as many, if the history is long enough, so that every unit of a device has some
+MAX_HEAD_WIDTH = 256  # of keys and values; wider blocks do not fit into shared memory
 
+# Arguments that differ with the history's length, for which nothing is to be compiled again.
+CHANGING = ["T", "part_tokens", "mask_stride_b", "mask_stride_h", "statistics_stride_b", "statistics_stride_s"]
+CHANGING += ["token_ids_stride_b"]
 KERNEL_DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 IS_INTERPRETED = False
 
-# Exported models must load without triton: the library looks for imports outside of such a block.
-if is_triton_available():
-    import triton
-    import triton.language as tl
+if HAS_TRITON:
 
     @triton.jit
     def products(rows_T1, is_token_T1, weights_1I, is_row_1I, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
@@ -54,7 +63,7 @@ if is_triton_available():
                 features_TI += gates_TI
         return features_TI
 
-    @triton.jit(do_not_specialize=["T", "part_tokens"])
+    @triton.jit(do_not_specialize=CHANGING)
     def attend_to_part(
         q_nope, q_rot, latents, k_rot, token_ids, statistics, kv_b_proj, gates, gate_proj, mask,
         out, total, peak,
@@ -79,13 +88,13 @@ if is_triton_available():
 
         out_V = tl.zeros((BLOCK_V,), tl.float32)
         total_1 = tl.zeros((1,), tl.float32)
-        peak_1 = tl.full((1,), -3.0e38, tl.float32)
+        peak_1 = tl.full((1,), -3.4028234663852886e38, tl.float32)  # the smallest, as masks may hold it
         first = part * part_tokens
         for start in range(first, tl.minimum(first + part_tokens, T), BLOCK_T):
             t = start + tl.arange(0, BLOCK_T)
             is_token = t < T
             is_token_T1 = is_token[:, None]
-            latents_T1 = latents + b * latents_stride_b + t[:, None] * latents_stride_t
+            latents_T1 = latents + b * latents_stride_b + t[:, None].to(tl.int64) * latents_stride_t
             gates_T1 = gates
             if GATE != "none":
                 ids_T = tl.load(token_ids + b * token_ids_stride_b + t, mask=is_token, other=0)
@@ -101,7 +110,7 @@ if is_triton_available():
                 mean_T = tl.load(statistics_T, mask=is_token, other=0.0)
                 rstd_T = tl.load(statistics_T + statistics_stride_s, mask=is_token, other=0.0)
                 scores_T = (scores_T - mean_T * tl.sum(q_N, axis=0)) * rstd_T
-            k_rot_TR = k_rot + b * k_rot_stride_b + t[:, None] * k_rot_stride_t + r[None, :]
+            k_rot_TR = k_rot + b * k_rot_stride_b + t[:, None].to(tl.int64) * k_rot_stride_t + r[None, :]
             k_rot_TR = tl.load(k_rot_TR, mask=is_token_T1 & (r < R)[None, :], other=0.0)
             scores_T += tl.sum(k_rot_TR.to(tl.float32) * q_R[None, :], axis=1)
             if MASKED:
@@ -134,25 +143,25 @@ if is_triton_available():
 
 def can_fuse(attention, query_BHSK: torch.Tensor, latents_BTC: torch.Tensor) -> bool:
     """
-    Whether the kernel can compute this: one query, on a device that triton compiles for (or any, with
-    TRITON_INTERPRET=1), in a precision that it knows, with gates from tensors on that device.
+    Whether the kernel can compute this: one query, in a precision that it knows, heads that are not too wide, on CUDA
+    from compute capability 8.0 on (or anywhere, with TRITON_INTERPRET=1), with gates from tensors on that device.
     """
-    weights = [attention.up_projection.weight]
-    if attention.kv_gate != "none":
-        gates = attention.gate_tensors()
-        if gates is None:
-            return False
-        weights += [tensor for tensor in gates if tensor is not None]
-    return (
-        is_triton_available()
-        and (query_BHSK.is_cuda or IS_INTERPRETED)
-        and query_BHSK.shape[2] == 1
-        and query_BHSK.dtype in KERNEL_DTYPES
-        and all(weight.is_contiguous() for weight in weights)
-        and all(
-            (tensor.dtype, tensor.device) == (query_BHSK.dtype, query_BHSK.device)
-            for tensor in (*weights, latents_BTC)
+    if (
+        not HAS_TRITON
+        or query_BHSK.shape[2] > 1
+        or query_BHSK.dtype not in KERNEL_DTYPES
+        or max(attention.qk_nope_head_dim, attention.v_head_dim) > MAX_HEAD_WIDTH
+        or not (
+            IS_INTERPRETED or (query_BHSK.is_cuda and torch.cuda.get_device_capability(query_BHSK.device) >= (8, 0))
         )
+    ):
+        return False
+    gates = attention.gate_tensors()
+    if gates is None:
+        return False
+    weights = [weight for weight in (attention.up_projection.weight, *gates) if weight is not None]
+    return all(weight.is_contiguous() for weight in weights) and all(
+        (tensor.dtype, tensor.device) == (query_BHSK.dtype, query_BHSK.device) for tensor in (*weights, latents_BTC)
     )
 
 
@@ -166,7 +175,8 @@ def fused_attention(
     statistics_B2T: torch.Tensor | None,
 ) -> torch.Tensor:
     """
-    Attention of one query on the whole history, [B, 1, H, V] in float32.
+    Attention of one query on the whole history, [B, 1, H, V] in float32. The streams' last axes must be contiguous, as
+    those of a cache are.
 
     Args:
         mask_BHT: what is added to scores, in float32, broadcast over B and H.
@@ -174,21 +184,22 @@ def fused_attention(
     """
     (B, H, _, _), T, C = query_BH1K.shape, latents_BTC.shape[1], latents_BTC.shape[2]
     N, V, R = attention.qk_nope_head_dim, attention.v_head_dim, attention.qk_rope_head_dim
-    device = query_BH1K.device
-    latents_BTC, k_rot_BTR, token_ids_BT = (dense(stream) for stream in (latents_BTC, k_rot_BTR, token_ids_BT))
     q_nope_BHN, q_rot_BHR = (query_BH1K[:, :, 0].float() * attention.scaling).split([N, R], dim=-1)
     if statistics_B2T is not None:
-        gamma_HNV, beta_HNV = (p.float().view(H, N + V) for p in attention.kv_gate_norm.parameters())
+        norm = attention.kv_gate_norm
+        gamma_HNV, beta_HNV = norm.weight.float().view(H, N + V), norm.bias.float().view(H, N + V)
         q_nope_BHN = q_nope_BHN * gamma_HNV[:, :N]
-    gates, gate_proj = (None, None) if attention.kv_gate == "none" else attention.gate_tensors()
+    gates, gate_proj = attention.gate_tensors()
     if mask_BHT is not None:
-        mask_BHT = dense(mask_BHT).expand(B, H, -1)
+        mask_BHT = mask_BHT.expand(B, H, T)
+        if mask_BHT.stride(-1) != 1:
+            mask_BHT = mask_BHT.contiguous()
 
     num_blocks = triton.cdiv(T, BLOCK_TOKENS)
-    part_blocks = triton.cdiv(num_blocks, triton.cdiv(PROGRAMS, B * H))
+    part_blocks = max(1, num_blocks // triton.cdiv(PROGRAMS, B * H))
     P = triton.cdiv(num_blocks, part_blocks)
-    out_BHPV = torch.empty((B, H, P, V), device=device)
-    total_BHP1, peak_BHP1 = torch.empty((2, B, H, P, 1), device=device)
+    out_BHPV = torch.empty((B, H, P, V), dtype=torch.float32, device=query_BH1K.device)
+    total_BHP1, peak_BHP1 = (torch.empty_like(out_BHPV[..., :1]) for _ in range(2))
     with torch.cuda.device_of(query_BH1K):
         attend_to_part[(B * H, P)](
             q_nope_BHN.contiguous(), q_rot_BHR.contiguous(), latents_BTC, k_rot_BTR, token_ids_BT, statistics_B2T,
@@ -211,11 +222,6 @@ def fused_attention(
     if statistics_B2T is not None:
         out_BHV = out_BHV * gamma_HNV[:, N:] + beta_HNV[:, N:]
     return out_BHV.unsqueeze(1)
-
-
-def dense(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor` with neighbours of its last axis side by side, as the kernel reads them."""
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def block_size(width: int) -> int:

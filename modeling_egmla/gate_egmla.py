@@ -258,11 +258,14 @@ class TokenGate(nn.Module):
         device = self.kv_gate_embed.like.device
         return (table, device) if table.pool is not None and device.type != "meta" else None
 
-    def gate_tensors(self) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+    def gate_tensors(self) -> tuple[torch.Tensor | None, torch.Tensor | None] | None:
         """
         What `kv_gates` reads: a table [vocab_size, D] and None, or rows [vocab_size, kv_gate_dim] and the weight that
-        projects them. None where these are not two tensors in memory, since a table is placed or a module wrapped.
+        projects them; without gates, None twice. None alone where these are no plain tensors in memory, since a table
+        is placed or a module wrapped.
         """
+        if self.kv_gate == "none":
+            return None, None
         table = self._gate_table()
         if isinstance(table, torch.Tensor):
             return table, None

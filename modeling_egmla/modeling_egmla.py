@@ -35,7 +35,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
     yarn_apply_mscale,
 )
 from transformers.processing_utils import Unpack
-from transformers.utils import TransformersKwargs, can_return_tuple, is_triton_available, logging
+from transformers.utils import TransformersKwargs, can_return_tuple, logging
 from transformers.utils.deprecation import deprecate_kwarg
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
@@ -43,6 +43,7 @@ from transformers.utils.output_capturing import capture_outputs
 from .cache_egmla import EGMLACache
 from .configuration_egmla import EGMLAConfig
 from .decoding_egmla import KV_DECODINGS, decode, select_decoding
+from .fused_egmla import HAS_TRITON
 from .gate_egmla import EGMLAGateProjection, TokenGate, project, token_gates
 from .generation_egmla import EGMLAGenerationMixin
 from .inputs_egmla import check_cache, find_token_ids, starts_documents
@@ -342,7 +343,7 @@ class EGMLAPreTrainedModel(EGMLAGatePlacement, PreTrainedModel):
         """
         if decoding not in KV_DECODINGS:
             raise ValueError(f"`decoding` must be one of {KV_DECODINGS}, but is {decoding!r}.")
-        if decoding == "fused" and not is_triton_available():
+        if decoding == "fused" and not HAS_TRITON:
             raise ValueError("`decoding='fused'` needs triton, which torch brings for CUDA: `pip install triton`.")
         for module in self.modules():
             if isinstance(module, EGMLAAttention):

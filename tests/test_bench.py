@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from modeling_egmla.benchmark import schedule, systems, worker
 from modeling_egmla.benchmark.cells import BrokenCellError, Cell, Results, write_json
 from modeling_egmla.benchmark.floor import Rates, least_work, measure_rates
-from modeling_egmla.benchmark.systems import LABELS, Shape, systems_on
+from modeling_egmla.benchmark.systems import ALL_SYSTEMS, LABELS, Shape
 from modeling_egmla.benchmark.text import text, token_ids
 from modeling_egmla.commands import app
 
@@ -83,7 +83,7 @@ def test_every_system_is_measured(measured):
     """One call gives a file for each cell, with all systems in it, tables of them, and a figure."""
     folder, _, output = measured
     for phase in ("decode", "prefill", "memory"):
-        assert list(systems_of(folder, phase)) == list(systems_on("cpu"))
+        assert list(systems_of(folder, phase)) == list(ALL_SYSTEMS)
         assert not any("skipped" in result for result in systems_of(folder, phase).values())
     assert list(systems_of(folder, "groups")) == ["egmla-a-lgz1", "egmla-a-lgz2"]
     for result in systems_of(folder, "decode").values():
@@ -166,7 +166,7 @@ def test_measures_only_what_is_missing(measured, bench, monkeypatch):
     finally:
         path.write_text(kept[0])
         prefill.write_text(kept[1])
-    assert asked == [(CELL, list(systems_on("cpu"))), (Cell("prefill", 40, 2, "float32", "default"), ["mla"])]
+    assert asked == [(CELL, list(ALL_SYSTEMS)), (Cell("prefill", 40, 2, "float32", "default"), ["mla"])]
 
 
 @pytest.mark.slow
@@ -280,7 +280,7 @@ def test_files_are_whole_or_not_there(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("phase", ["decode", "prefill"])
-@pytest.mark.parametrize("name", systems_on("cpu"))
+@pytest.mark.parametrize("name", ALL_SYSTEMS)
 def test_the_floor_is_below_what_is_done(shape, name, phase):
     """No system does fewer operations than its floor counts, and the floor is not idle: within a factor of three."""
     cell = Cell(phase, 96, 2, "float32", "default")
@@ -321,7 +321,7 @@ def test_floor_of_mha_by_hand(shape):
 
 
 @pytest.mark.parametrize("phase", ["decode", "prefill"])
-@pytest.mark.parametrize("name", systems_on("cpu"))
+@pytest.mark.parametrize("name", ALL_SYSTEMS)
 def test_weights_work_does_not_depend_on_the_history(shape, name, phase):
     """A longer history is more work of the history alone: where decoding waits for the one, the other rests."""
     ids = token_ids(2, 80, shape.config.vocab_size)

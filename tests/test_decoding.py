@@ -25,6 +25,7 @@ from modeling_egmla.decoding_egmla import (
 
 # Under triton's interpreter, which test_fused.py starts, all that holds for the others is asked of the kernel.
 FAST = ["fused"] if os.environ.get("TRITON_INTERPRET") == "1" else ["tiles", "grouped"]
+KEEPING = FAST[-1:]  # what keeps workspace with the cache
 VARIANTS = [("multiply", "layer_norm"), ("multiply", "none"), ("add", "layer_norm"), ("add", "none"), ("none", "none")]
 PADDING = (0, 5, 17)  # of the rows of `padded_batch`
 
@@ -117,6 +118,48 @@ def test_mask_forms(make_model, way, queries, static, form):
         with torch.no_grad():
             logits.append(model(ids[:, -queries:], attention_mask=mask, cache=cache).logits)
     close(*logits)
+
+
+@pytest.mark.parametrize("smallest", [torch.finfo(torch.float32).min, torch.finfo(torch.bfloat16).min])
+@pytest.mark.parametrize("way", FAST)
+def test_rows_masked_by_the_smallest_number(make_model, way, smallest):
+    """A row whose mask hides all by the smallest number, not minus infinity, is what expanding makes of it."""
+    model, (ids, _) = make_model(), padded_batch()
+    mask = torch.zeros(3, 1, 1, 40)
+    mask[1] = smallest
+    logits = []
+    for decoding in ("expanded", way):
+        cache = make_cache(model)
+        decode(model, "expanded", cache, ids, torch.ones_like(ids), (39,))
+        model.set_kv_decoding(decoding)
+        with torch.no_grad():
+            logits.append(model(ids[:, 39:], attention_mask=mask, cache=cache).logits)
+    close(*logits)
+
+
+@pytest.mark.parametrize("way", FAST)
+def test_masks_of_another_length_are_refused(make_model, way):
+    """A prepared mask that is shorter than the history is an error, in every way to decode."""
+    model, (ids, _) = make_model(), padded_batch()
+    cache = make_cache(model)
+    decode(model, "expanded", cache, ids, torch.ones_like(ids), (39,))
+    model.set_kv_decoding(way)
+    with torch.no_grad(), pytest.raises(RuntimeError, match="35"):
+        model(ids[:, 39:], attention_mask=torch.ones(3, 1, 1, 35, dtype=torch.bool), cache=cache)
+
+
+@pytest.mark.parametrize("way", FAST)
+def test_another_default_dtype(make_model, way):
+    """What a program sets with `torch.set_default_dtype` does not change the precision of a model that is there."""
+    model, (ids, mask) = make_model(), padded_batch()
+    cache = make_cache(model)
+    decode(model, "expanded", cache, ids, mask, (38,))
+    torch.set_default_dtype(torch.float16)
+    try:
+        logits = decode(model, way, cache, ids, mask, (1, 1))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    close(logits[1], reference_logits(model, ids[1, 5:])[-2:])
 
 
 @pytest.mark.parametrize("way", FAST)
@@ -253,12 +296,13 @@ OPERATIONS = {
 @pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
 @pytest.mark.parametrize("layer_group_size", [1, 2])
-def test_workspace_follows_the_cache(make_model, operation, static, layer_group_size):
+@pytest.mark.parametrize("way", KEEPING)
+def test_workspace_follows_the_cache(make_model, way, operation, static, layer_group_size):
     """After any operation on a cache, what was derived for fast decoding fits its tokens, not those it once held."""
     model = make_model(layer_group_size=layer_group_size)
     ids, mask = torch.randint(1, 20, (3, 40)), torch.ones(3, 40, dtype=torch.long)
     cache = make_cache(model, static)
-    decode(model, "grouped", cache, ids, mask, (20, 1, 1, 1))
+    decode(model, way, cache, ids, mask, (20, 1, 1, 1))
     assert cache.memory().workspace > 0
     OPERATIONS[operation](cache)
     length = int(cache.get_seq_length())
@@ -269,21 +313,22 @@ def test_workspace_follows_the_cache(make_model, operation, static, layer_group_
     batch_size = cache.token_ids.shape[0] if length else 3
     more, mask = torch.randint(20, 97, (batch_size, length + 6)), torch.ones(batch_size, length + 6, dtype=torch.long)
     steps = (1, 1, 1, 2, 1)
-    close(decode(model, "grouped", cache, more, mask, steps), decode(model, "expanded", fresh, more, mask, steps))
+    close(decode(model, way, cache, more, mask, steps), decode(model, "expanded", fresh, more, mask, steps))
 
 
-def test_workspace_is_not_copied(make_model):
+@pytest.mark.parametrize("way", KEEPING)
+def test_workspace_is_not_copied(make_model, way):
     """Copies and pickles of a cache hold what it was filled with, and nothing derived."""
     model, (ids, mask) = make_model(), padded_batch()
     cache = make_cache(model)
-    decode(model, "grouped", cache, ids, mask, (30, 1))
+    decode(model, way, cache, ids, mask, (30, 1))
     torch.save(cache, buffer := io.BytesIO())
     buffer.seek(0)
     copies = [copy.deepcopy(cache), torch.load(buffer, weights_only=False)]
-    expected = decode(model, "grouped", cache, ids, mask, (1, 1))
+    expected = decode(model, way, cache, ids, mask, (1, 1))
     for other in copies:
         assert other.memory().workspace == 0
-        close(decode(model, "grouped", other, ids, mask, (1, 1)), expected)
+        close(decode(model, way, other, ids, mask, (1, 1)), expected)
 
 
 def test_kept_workspace_is_small(make_model):
@@ -333,9 +378,9 @@ def test_transient_workspace_does_not_grow_with_the_batch(make_model, way):
 
 
 @torch.no_grad()
-def select(model, cache, queries=1, mask=None):
-    attention = model.model.layers[0].self_attn
-    query = torch.zeros(1, attention.num_heads, queries, attention.qk_head_dim)
+def select(model, cache, queries=1, mask=None, layer=0):
+    attention = model.model.layers[layer].self_attn
+    query = torch.zeros(1, attention.num_heads, queries, attention.qk_head_dim, dtype=model.dtype)
     return select_decoding(attention, query, mask, cache)
 
 
@@ -395,6 +440,13 @@ def test_unknown_decoding(make_model):
     """A name that means nothing raises and lists those that do."""
     with pytest.raises(ValueError, match="'expanded', 'tiles', 'grouped'"):
         make_model().set_kv_decoding("absorbed")
+
+
+def test_triton_is_asked_for_by_name(make_model, monkeypatch):
+    """Without triton, asking for the kernel says what to install."""
+    monkeypatch.setattr("modeling_egmla.modeling_egmla.HAS_TRITON", False)
+    with pytest.raises(ValueError, match="pip install triton"):
+        make_model().set_kv_decoding("fused")
 
 
 def lora(target):
@@ -530,10 +582,11 @@ def test_compiled_tiles(make_model):
 
 @pytest.mark.parametrize("kv_gate", ["multiply", "add"])
 @pytest.mark.parametrize("changed", ["kv_gate_proj", "kv_gate_embed", "kv_b_proj"])
-def test_statistics_follow_the_weights(make_model, kv_gate, changed):
+@pytest.mark.parametrize("way", KEEPING)
+def test_statistics_follow_the_weights(make_model, way, kv_gate, changed):
     """Weights that change while a cache lives change every decoded step alike, whichever way it is decoded."""
     logits = {}
-    for decoding in ("expanded", "grouped"):
+    for decoding in ("expanded", way):
         model = make_model(kv_gate=kv_gate)
         model.set_kv_decoding(decoding)
         ids, cache = torch.arange(2, 22)[None], EGMLACache(model.config)
@@ -544,24 +597,25 @@ def test_statistics_follow_the_weights(make_model, kv_gate, changed):
                 if changed in name:
                     parameter.mul_(torch.linspace(-1.3, 2, len(parameter))[:, None])
             logits[decoding] = model(ids[:, 19:], cache=cache).logits
-    torch.testing.assert_close(logits["grouped"], logits["expanded"], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(logits[way], logits["expanded"], atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("tile", [TILE_TOKENS, 40])
+@pytest.mark.parametrize("queries", [1, 2])
 @pytest.mark.parametrize("way", FAST)
-def test_one_mask_for_all_rows(make_model, way, tile, monkeypatch):
+def test_one_mask_for_all_rows(make_model, way, queries, tile, monkeypatch):
     """A prepared mask [1, 1, S, T] counts for every row of the batch, however the batch is cut into tiles."""
     monkeypatch.setattr("modeling_egmla.decoding_egmla.TILE_TOKENS", tile)
     model, (ids, _) = make_model(), padded_batch()
-    mask = torch.ones(1, 1, 2, 40, dtype=torch.bool)
+    mask = torch.ones(1, 1, queries, 40, dtype=torch.bool)
     mask[..., 0, 39] = mask[..., 7] = False
     logits = []
     for decoding in ("expanded", way):
         cache = make_cache(model)
-        decode(model, "expanded", cache, ids, torch.ones_like(ids), (38,))
+        decode(model, "expanded", cache, ids, torch.ones_like(ids), (40 - queries,))
         model.set_kv_decoding(decoding)
         with torch.no_grad():
-            logits.append(model(ids[:, -2:], attention_mask=mask, cache=cache).logits)
+            logits.append(model(ids[:, -queries:], attention_mask=mask, cache=cache).logits)
     close(*logits)
 
 

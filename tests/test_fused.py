@@ -50,17 +50,22 @@ def test_everything_under_the_interpreter():
     assert int(re.search(r"(\d+) passed", result.stdout)[1]) > 70
 
 
+@pytest.fixture
+def launches(monkeypatch):
+    """A list that has an element for each launch of the kernel."""
+    found, launch = [], fused_egmla.fused_attention
+    monkeypatch.setattr(
+        "modeling_egmla.decoding_egmla.fused_attention", lambda *args: found.append(1) or launch(*args)
+    )
+    return found
+
+
 @only_interpreted
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("precomputes", [False, True], ids=["projected", "precomputed"])
 @pytest.mark.parametrize("kv_gate", ["multiply", "add", "none"])
-def test_kernel_is_what_decodes(make_model, kv_gate, precomputes, dtype, monkeypatch):
+def test_kernel_is_what_decodes(make_model, kv_gate, precomputes, dtype, launches):
     """The kernel runs where it was asked for, once a layer and step, and is as near to float64 as expanding is."""
-    launches = []
-    launch = fused_egmla.fused_attention
-    monkeypatch.setattr(
-        "modeling_egmla.decoding_egmla.fused_attention", lambda *args: launches.append(1) or launch(*args)
-    )
     model, (ids, mask) = make_model(kv_gate=kv_gate).to(dtype), padded_batch()
     if precomputes:
         model.precompute_kv_gates()
@@ -104,22 +109,18 @@ def test_wide_rows(make_model):
 
 
 @only_interpreted
-def test_memory_in_another_order(make_model):
-    """Ids and masks that are views of something else, and weights that are transposed, are read as what they are."""
+def test_masks_in_another_order(make_model, launches):
+    """A prepared mask that is a view of something else is read as what it is."""
     model, (ids, mask) = make_model(), padded_batch()
-    expected = reference_logits(model, ids[1, 5:])[-1:]
-    model.model.layers[0].self_attn.kv_b_proj.weight.data = (
-        model.model.layers[0].self_attn.kv_b_proj.weight.data.T.contiguous().T
-    )
-    ids = ids.T.contiguous().T
     cache = make_cache(model)
     decode(model, "expanded", cache, ids, mask, (39,))
-    prepared = mask[:, None, None].bool().transpose(0, 3).contiguous().transpose(0, 3)
+    bias = torch.zeros(40, 1, 1, 3).masked_fill(mask.T[:, None, None] == 0, -torch.inf).permute(3, 1, 2, 0)
     model.set_kv_decoding("fused")
     positions = (mask.cumsum(-1) - 1)[:, 39:]
     with torch.no_grad():
-        logits = model(ids[:, 39:], attention_mask=prepared, position_ids=positions, cache=cache).logits
-    torch.testing.assert_close(logits[1].double(), expected, atol=1e-4, rtol=1e-5)
+        logits = model(ids[:, 39:], attention_mask=bias, position_ids=positions, cache=cache).logits
+    assert bias.stride(-1) == 3 and len(launches) == 2
+    torch.testing.assert_close(logits[1].double(), reference_logits(model, ids[1, 5:])[-1:], atol=1e-4, rtol=1e-5)
 
 
 @only_interpreted
@@ -137,9 +138,20 @@ def test_who_gives_way(make_model):
     assert select(model, cache) == "fused"
     model.place_kv_gates("device", "int8")
     assert select(model, cache) == "tiles"
-    other = make_model().double()
-    other.set_kv_decoding("fused")
-    assert select(other, cache) == "tiles"
+
+    model = make_model()
+    model.set_kv_decoding("fused")
+    weight = model.model.layers[0].self_attn.kv_b_proj.weight
+    weight.data = weight.data.T.contiguous().T
+    assert select(model, cache) == "tiles"
+    assert select(model, cache, layer=1) == "fused"
+    model.double()
+    for cached in cache.layers:
+        cached.keys = cached.keys.double()
+    assert select(model, cache, layer=1) == "tiles"
+    wide = make_model(v_head_dim=257)
+    wide.set_kv_decoding("fused")
+    assert select(wide, cache) == "tiles"
 
 
 @only_compiled
@@ -152,49 +164,66 @@ def test_cpus_decode_by_tiles(make_model):
     assert select(model, cache) == "tiles"
 
 
-def test_triton_is_asked_for_by_name(make_model, monkeypatch):
-    """Without triton, the error says what to install."""
-    monkeypatch.setattr("modeling_egmla.modeling_egmla.is_triton_available", lambda: False)
-    with pytest.raises(ValueError, match="pip install triton"):
-        make_model().set_kv_decoding("fused")
+@only_compiled
+@pytest.mark.parametrize("way", ["missing", "broken"])
+def test_package_loads_without_triton(tmp_path, way):
+    """A triton that is not there, or that raises when it is imported, costs the kernel and nothing else."""
+    (tmp_path / "triton.py").write_text("raise ImportError('not for this machine')" if way == "missing" else "1 / 0")
+    code = "from modeling_egmla import fused_egmla; print(fused_egmla.HAS_TRITON)"
+    paths = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    env = {**os.environ, "PYTHONPATH": paths}
+    result = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "False"
 
 
 BASE = {"N": 64, "V": 64, "C": 64, "R": 64}
 LARGE = {"N": 128, "V": 128, "C": 512, "R": 64}  # DeepSeek-V3's
+CONVERTED = {"N": 130, "V": 128, "C": 256, "R": 64}  # from heads of 128, with two channels for the norm
 
 
 @only_compiled
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
-@pytest.mark.parametrize(("gate", "gate_width"), [("multiply", 256), ("multiply", None), ("add", 256), ("none", 0)])
-@pytest.mark.parametrize("widths", [BASE, LARGE], ids=["Base", "DeepSeek-V3"])
+@pytest.mark.parametrize(
+    ("gate", "gate_width", "normed"),
+    [
+        ("multiply", 256, True),
+        ("multiply", None, True),
+        ("multiply", None, False),
+        ("add", 256, True),
+        ("none", 0, False),
+    ],
+)
+@pytest.mark.parametrize("widths", [BASE, LARGE, CONVERTED], ids=["Base", "DeepSeek-V3", "converted"])
 @pytest.mark.parametrize("architecture", [80, 90])
-def test_kernel_compiles_for_devices(architecture, widths, gate, gate_width, dtype):
+def test_kernel_compiles_for_devices(architecture, widths, gate, gate_width, normed, dtype):
     """Machine code comes out for A100 and H100, in every precision, and its shared memory fits smaller cards too."""
     kernel, heads = fused_egmla.attend_to_part, 12
-    projected = gate_width is not None and gate != "none"
+    is_projected = gate != "none" and gate_width is not None
     constants = {
         **widths,
         "G": heads * (widths["N"] + widths["V"]) if gate_width is None else gate_width,
         "GATE": gate,
-        "PROJECTED": projected,
-        "NORMED": gate != "none",
-        "MASKED": True,
+        "PROJECTED": is_projected,
+        "NORMED": normed,
+        "MASKED": normed,
         "BLOCK_T": fused_egmla.BLOCK_TOKENS,
         **{f"BLOCK_{name}": fused_egmla.block_size(widths[name]) for name in "NVR"},
         "BLOCK": fused_egmla.BLOCK_BYTES // (4 if dtype == "fp32" else 2),
     }
-    if gate == "none":
-        constants |= dict.fromkeys(("gates", "gate_proj", "statistics"))
-    elif not projected:
-        constants["gate_proj"] = None
-    in_model_dtype = ("latents", "k_rot", "kv_b_proj", "gates", "gate_proj")
-    in_float32 = ("q_nope", "q_rot", "statistics", "mask", "out", "total", "peak")
-    types = dict.fromkeys(in_model_dtype, f"*{dtype}") | dict.fromkeys(in_float32, "*fp32") | {"token_ids": "*i32"}
-    types |= dict.fromkeys(constants, "constexpr")
+    absent = {"statistics": normed, "mask": normed, "gates": gate != "none", "gate_proj": is_projected}
+    constants |= {name: None for name, is_there in absent.items() if not is_there}
+    types = dict.fromkeys(("latents", "k_rot", "kv_b_proj", "gates", "gate_proj"), f"*{dtype}")
+    types |= dict.fromkeys(("q_nope", "q_rot", "statistics", "mask", "out", "total", "peak"), "*fp32")
+    types |= {"token_ids": "*i32"} | dict.fromkeys(constants, "constexpr")
+    position = {name: (index,) for index, name in enumerate(kernel.arg_names)}
+    # What a launch finds aligned: all memory but the last two results, and the strides of whole rows.
+    aligned = [name for name, type in types.items() if type.startswith("*") and name not in ("total", "peak")]
+    aligned += ["latents_stride_b", "latents_stride_t", "k_rot_stride_b", "k_rot_stride_t"]
     source = ASTSource(
         kernel,
         {name: types.get(name, "i32") for name in kernel.arg_names},
-        {(kernel.arg_names.index(name),): value for name, value in constants.items()},
+        {position[name]: value for name, value in constants.items()},
+        {position[name]: [["tt.divisibility", 16]] for name in aligned},
     )
     options = {"num_warps": fused_egmla.NUM_WARPS}
     compiled = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)

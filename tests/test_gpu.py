@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from modeling_egmla import EGMLACache, EGMLAForCausalLM
+from modeling_egmla.decoding_egmla import select_decoding
 
 
 pytestmark = [
@@ -105,14 +106,36 @@ def test_placed_tables_are_never_on_the_device(make_model, tmp_path):
     assert model.model.layers[0].self_attn.kv_gate_embed.table.values.is_pinned()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("precomputes", [False, True], ids=["projected", "precomputed"])
 @pytest.mark.parametrize("decoding", ["expanded", "tiles", "grouped", "fused"])
-def test_decoding_on_the_device(models, decoding):
-    """Every way to decode gives the logits of the whole text at once."""
-    _, model = models
-    model.set_kv_decoding(decoding)
+def test_decoding_on_the_device(models, decoding, precomputes, dtype, monkeypatch):
+    """Every way to decode gives the logits of the whole text at once, with padding and without, and is what runs."""
+    model = models[1].to(dtype)
+    if precomputes:
+        model.precompute_kv_gates()
+    chosen = []
+    monkeypatch.setattr(
+        "modeling_egmla.modeling_egmla.select_decoding",
+        lambda *args: chosen.append(select_decoding(*args)) or chosen[-1],
+    )
     ids = torch.randint(2, 97, (2, 40), generator=torch.Generator().manual_seed(1)).cuda()
-    cache = EGMLACache(model.config)
-    with torch.no_grad():
-        model(ids[:, :39], cache=cache)
-        step = model(ids[:, 39:], cache=cache).logits
-        torch.testing.assert_close(step, model(ids, use_cache=False).logits[:, 39:], atol=1e-4, rtol=1e-4)
+    for mask in (None, torch.ones_like(ids)):
+        if mask is not None:
+            mask[0, :9] = 0
+        positions = None if mask is None else (mask.cumsum(-1) - 1).clamp(min=0)
+        cache, logits = EGMLACache(model.config), []
+        model.set_kv_decoding("expanded")
+        with torch.no_grad():
+            expected = model(ids, attention_mask=mask, position_ids=positions, use_cache=False).logits[:, 37:]
+            for chunk in (slice(37), slice(37, 38), slice(38, 39), slice(39, 40)):
+                part = (
+                    {"attention_mask": mask[:, : chunk.stop], "position_ids": positions[:, chunk]}
+                    if mask is not None
+                    else {}
+                )
+                logits.append(model(ids[:, chunk], cache=cache, **part).logits[:, -1:])
+                model.set_kv_decoding(decoding)
+        actual = torch.cat(logits[1:], dim=1)
+        assert set(chosen[-3 * len(model.model.layers) :]) == {decoding}
+        assert (actual - expected).norm() / expected.norm() < (1e-5 if dtype == torch.float32 else 2e-2)

@@ -22,7 +22,7 @@ import torch
 
 from .. import plan
 from .cells import Cell
-from .systems import Shape
+from .systems import FUSED, Shape
 
 
 @dataclass(frozen=True)
@@ -128,6 +128,8 @@ def least_work(shape: Shape, name: str, cell: Cell, token_ids: torch.Tensor) -> 
     if name == "mla":  # expands keys and values, writes them and reads them
         macs = L * B * T * (C * D + scored)
         moved += size * 2 * L * B * T * (K + V)
+    elif name == FUSED:
+        macs = L * B * T * (C * D + scored)
     elif name in ("mha", "gqa", "egmla-stock"):
         macs = L * B * T * scored
         if name == "egmla-stock":

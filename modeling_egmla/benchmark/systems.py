@@ -31,15 +31,11 @@ LABELS = {
     "egmla-a-fused": "EG-MLA-A, fused",
     "egmla-stock": "EG-MLA, K/V",
 }
-FUSED = "egmla-a-fused"  # `egmla-a` decoded by its kernel
+FUSED = "egmla-a-fused"  # `egmla-a` decoded by the kernel, which is measured where it is named
+ALL_SYSTEMS = tuple(name for name in LABELS if name != FUSED)
 SAME_WEIGHTS = {"egmla", "egmla-a", FUSED, "egmla-stock"}
 LAYER_GROUPS = (1, 2, 4, 6)
 GROUPED = "egmla-a-lgz"  # and the layer group size: `egmla-a` with it
-
-
-def systems_on(device: str) -> tuple[str, ...]:
-    """Names of the systems that can be measured there."""
-    return tuple(name for name in LABELS if name != FUSED or device != "cpu")
 
 
 def label(name: str) -> str:

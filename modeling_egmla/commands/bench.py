@@ -54,7 +54,7 @@ def bench(
     from ..benchmark.cells import ALLOCATORS, PHASES, Cell, Results
     from ..benchmark.report import Report
     from ..benchmark.schedule import describe, open_results, run_missing
-    from ..benchmark.systems import FUSED, GROUPED, LAYER_GROUPS, Shape, systems_on
+    from ..benchmark.systems import ALL_SYSTEMS, FUSED, GROUPED, LABELS, LAYER_GROUPS, Shape
     from ..benchmark.worker import Job
 
     out = console()
@@ -74,7 +74,9 @@ def bench(
     if device != "cpu":
         allocators = "default"
     chosen_phases = _choices("--phases", phases, PHASES)
-    chosen_systems = _choices("--systems", systems, systems_on(device))
+    chosen_systems = list(ALL_SYSTEMS) if systems == "all" else _choices("--systems", systems, tuple(LABELS))
+    if FUSED in chosen_systems and device == "cpu":
+        raise ValueError(f"--systems {FUSED} is a kernel for CUDA, and cannot be measured on a CPU.")
     chosen_dtypes = _choices("--dtypes", dtypes, ("bfloat16", "float32"))
     chosen_allocators = _choices("--allocators", allocators, ALLOCATORS)
     sizes = sorted(
@@ -93,7 +95,8 @@ def bench(
                     names = groups if phase == "groups" else chosen_systems
                     if phase == "prefill":
                         names = [name for name in names if name != FUSED]  # as without the kernel
-                    wanted.append((Cell(phase, prompt, batch, dtype, allocator), names))
+                    if names:
+                        wanted.append((Cell(phase, prompt, batch, dtype, allocator), names))
     environment = describe(config, shape.config.num_hidden_layers, device, threads)
     measured_layers = "" if layers is None else f" with {layers} of {config.num_hidden_layers} layers"
     out.print(f"{model}{measured_layers} on {device}, {threads} threads, {len(wanted)} cells, results in {output}")

@@ -229,7 +229,10 @@ def pack_documents(
     batch_size = None if keep_all and not is_stream else 1000
     blocks = documents.map(pack, batched=True, batch_size=batch_size, remove_columns="text")
     if next(iter(blocks), None) is None:
-        raise RecipeError(f"`data.sequence_length` {length} is longer than all of the text.")
+        raise RecipeError(
+            f"`data.sequence_length` {length} is longer than all of the text, which is packed a thousand documents at "
+            "a time."
+        )
     # Without end, in the same order each time, so that a run that is continued finds its place.
     return blocks.repeat(None) if is_stream else blocks
 
