@@ -16,7 +16,7 @@ import torch
 try:
     import triton
     import triton.language as tl
-except Exception:
+except ImportError:
     HAS_TRITON = False
 else:
     HAS_TRITON = True
