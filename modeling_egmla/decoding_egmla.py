@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from .cache_egmla import GrowingTensor
-from .fused_egmla import can_fuse, fused_attention
+from .fused_egmla import HAS_TRITON, can_fuse, fused_attention
 from .gate_egmla import Sources, has_fast_matmul, is_plain, project
 
 
@@ -48,6 +48,14 @@ class History(NamedTuple):
         length = None if torch.compiler.is_compiling() else int(layer.get_seq_length())
         token_ids_BT = cache.token_ids[:, :length].to(layer.keys.device)
         return cls(layer.keys[:, 0, :length], layer.values[:, 0, :length], token_ids_BT)
+
+
+def check_decoding(decoding: str) -> None:
+    """Raises a `ValueError` if there is no such way to decode, or triton, which "fused" needs, is not installed."""
+    if decoding not in KV_DECODINGS:
+        raise ValueError(f"`decoding` must be one of {KV_DECODINGS}, but is {decoding!r}.")
+    if decoding == "fused" and not HAS_TRITON:
+        raise ValueError("`decoding='fused'` needs triton, which torch brings for CUDA: `pip install triton`.")
 
 
 def select_decoding(attention: nn.Module, query_BHSK: torch.Tensor, mask: torch.Tensor | None, cache) -> str:

@@ -42,8 +42,7 @@ from transformers.utils.output_capturing import capture_outputs
 
 from .cache_egmla import EGMLACache
 from .configuration_egmla import EGMLAConfig
-from .decoding_egmla import KV_DECODINGS, decode, select_decoding
-from .fused_egmla import HAS_TRITON
+from .decoding_egmla import check_decoding, decode, select_decoding
 from .gate_egmla import EGMLAGateProjection, TokenGate, project, token_gates
 from .generation_egmla import EGMLAGenerationMixin
 from .inputs_egmla import check_cache, find_token_ids, starts_documents
@@ -341,10 +340,7 @@ class EGMLAPreTrainedModel(EGMLAGatePlacement, PreTrainedModel):
         Raises:
             ValueError: there is no such way, or triton is not installed, which `"fused"` needs.
         """
-        if decoding not in KV_DECODINGS:
-            raise ValueError(f"`decoding` must be one of {KV_DECODINGS}, but is {decoding!r}.")
-        if decoding == "fused" and not HAS_TRITON:
-            raise ValueError("`decoding='fused'` needs triton, which torch brings for CUDA: `pip install triton`.")
+        check_decoding(decoding)
         for module in self.modules():
             if isinstance(module, EGMLAAttention):
                 module.kv_decoding = decoding

@@ -62,6 +62,15 @@ def decode(model, way, cache, ids, mask, steps):
     return torch.cat(logits, dim=1)
 
 
+@torch.no_grad()
+def masked_logits(model, way, ids, mask, queries: int = 1, static: bool = False):
+    """Logits of the last `queries` of 40 ids, decoded in this way under a prepared mask."""
+    cache = make_cache(model, static)
+    decode(model, "expanded", cache, ids, torch.ones_like(ids), (40 - queries,))
+    model.set_kv_decoding(way)
+    return model(ids[:, -queries:], attention_mask=mask, cache=cache).logits
+
+
 def close(actual, expected):
     """Within 1e-5 of logits of order 1; these models' are larger, and so is their rounding."""
     scale = max(1.0, expected.abs().max().item() / 2)
@@ -110,14 +119,7 @@ def test_mask_forms(make_model, way, queries, static, form):
         shape = (3, 3, queries, width) if form == "additive per head" else visible.shape
         bias = torch.randn(shape).masked_fill(~visible, torch.finfo(torch.float32).min)
         mask = visible if form == "boolean" else bias
-    logits = []
-    for decoding in ("expanded", way):
-        cache = make_cache(model, static)
-        decode(model, "expanded", cache, ids, torch.ones_like(ids), (40 - queries,))
-        model.set_kv_decoding(decoding)
-        with torch.no_grad():
-            logits.append(model(ids[:, -queries:], attention_mask=mask, cache=cache).logits)
-    close(*logits)
+    close(*(masked_logits(model, decoding, ids, mask, queries, static) for decoding in ("expanded", way)))
 
 
 @pytest.mark.parametrize("smallest", [torch.finfo(torch.float32).min, torch.finfo(torch.bfloat16).min])
@@ -127,25 +129,15 @@ def test_rows_masked_by_the_smallest_number(make_model, way, smallest):
     model, (ids, _) = make_model(), padded_batch()
     mask = torch.zeros(3, 1, 1, 40)
     mask[1] = smallest
-    logits = []
-    for decoding in ("expanded", way):
-        cache = make_cache(model)
-        decode(model, "expanded", cache, ids, torch.ones_like(ids), (39,))
-        model.set_kv_decoding(decoding)
-        with torch.no_grad():
-            logits.append(model(ids[:, 39:], attention_mask=mask, cache=cache).logits)
-    close(*logits)
+    close(*(masked_logits(model, decoding, ids, mask) for decoding in ("expanded", way)))
 
 
 @pytest.mark.parametrize("way", FAST)
 def test_masks_of_another_length_are_refused(make_model, way):
     """A prepared mask that is shorter than the history is an error, in every way to decode."""
     model, (ids, _) = make_model(), padded_batch()
-    cache = make_cache(model)
-    decode(model, "expanded", cache, ids, torch.ones_like(ids), (39,))
-    model.set_kv_decoding(way)
-    with torch.no_grad(), pytest.raises(RuntimeError, match="35"):
-        model(ids[:, 39:], attention_mask=torch.ones(3, 1, 1, 35, dtype=torch.bool), cache=cache)
+    with pytest.raises(RuntimeError, match="35"):
+        masked_logits(model, way, ids, torch.ones(3, 1, 1, 35, dtype=torch.bool))
 
 
 @pytest.mark.parametrize("way", FAST)
@@ -166,11 +158,8 @@ def test_another_default_dtype(make_model, way):
 def test_integer_masks_are_refused(make_model, way):
     """A prepared mask of ones and zeros would be added to the scores: no way to decode takes it."""
     model, (ids, _) = make_model(), padded_batch()
-    cache = make_cache(model)
-    decode(model, "expanded", cache, ids, torch.ones_like(ids), (39,))
-    model.set_kv_decoding(way)
-    with torch.no_grad(), pytest.raises(ValueError, match=r"boolean or floating, but is torch\.int64"):
-        model(ids[:, -1:], attention_mask=torch.ones(3, 1, 1, 40, dtype=torch.long), cache=cache)
+    with pytest.raises(ValueError, match=r"boolean or floating, but is torch\.int64"):
+        masked_logits(model, way, ids, torch.ones(3, 1, 1, 40, dtype=torch.long))
 
 
 @pytest.mark.parametrize("way", FAST)
@@ -444,7 +433,7 @@ def test_unknown_decoding(make_model):
 
 def test_triton_is_asked_for_by_name(make_model, monkeypatch):
     """Without triton, asking for the kernel says what to install."""
-    monkeypatch.setattr("modeling_egmla.modeling_egmla.HAS_TRITON", False)
+    monkeypatch.setattr("modeling_egmla.decoding_egmla.HAS_TRITON", False)
     with pytest.raises(ValueError, match="pip install triton"):
         make_model().set_kv_decoding("fused")
 
@@ -609,14 +598,7 @@ def test_one_mask_for_all_rows(make_model, way, queries, tile, monkeypatch):
     model, (ids, _) = make_model(), padded_batch()
     mask = torch.ones(1, 1, queries, 40, dtype=torch.bool)
     mask[..., 0, 39] = mask[..., 7] = False
-    logits = []
-    for decoding in ("expanded", way):
-        cache = make_cache(model)
-        decode(model, "expanded", cache, ids, torch.ones_like(ids), (40 - queries,))
-        model.set_kv_decoding(decoding)
-        with torch.no_grad():
-            logits.append(model(ids[:, -queries:], attention_mask=mask, cache=cache).logits)
-    close(*logits)
+    close(*(masked_logits(model, decoding, ids, mask, queries) for decoding in ("expanded", way)))
 
 
 @pytest.mark.parametrize("way", FAST)

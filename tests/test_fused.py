@@ -123,13 +123,20 @@ def test_masks_in_another_order(make_model, launches):
     torch.testing.assert_close(logits[1].double(), reference_logits(model, ids[1, 5:])[-1:], atol=1e-4, rtol=1e-5)
 
 
-@only_interpreted
-def test_who_gives_way(make_model):
-    """Several queries, tables that are not plain tensors and precisions the kernel does not know go by tiles."""
+@pytest.fixture
+def prefilled(make_model):
+    """A model that is asked for the kernel, and a cache of 39 tokens."""
     model, (ids, mask) = make_model(), padded_batch()
     cache = make_cache(model)
     decode(model, "expanded", cache, ids, mask, (39,))
     model.set_kv_decoding("fused")
+    return model, cache
+
+
+@only_interpreted
+def test_who_gives_way(make_model, prefilled):
+    """Several queries, tables that are not plain tensors and precisions the kernel does not know go by tiles."""
+    model, cache = prefilled
     assert select(model, cache) == "fused"
     assert select(model, cache, 2, torch.ones(1, 1, 2, 39, dtype=torch.bool)) == "tiles"
     model.place_kv_gates("host")
@@ -155,13 +162,9 @@ def test_who_gives_way(make_model):
 
 
 @only_compiled
-def test_cpus_decode_by_tiles(make_model):
+def test_cpus_decode_by_tiles(prefilled):
     """On a CPU, for which triton does not compile, the same tokens come by tiles."""
-    model, (ids, mask) = make_model(), padded_batch()
-    cache = make_cache(model)
-    decode(model, "expanded", cache, ids, mask, (39,))
-    model.set_kv_decoding("fused")
-    assert select(model, cache) == "tiles"
+    assert select(*prefilled) == "tiles"
 
 
 @only_compiled
