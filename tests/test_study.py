@@ -70,6 +70,9 @@ def test_errors_are_of_differences_within_a_seed(scripts, tmp_path):
     results = scripts.report.load_results(tmp_path / "results")
     difference = scripts.report.compare(results, "sotu", "egmla", "mla")
     assert difference.mean == pytest.approx(-0.1) and difference.error == pytest.approx(0, abs=1e-12)
+    start = scripts.report.compare(results, "sotu", "egmla", "mla", tokens=0)
+    assert start.mean == 0 and start.half_width == 0, "every loss is 5 before training"
+    assert difference.half_width == pytest.approx(4.303 * difference.error)
     alone = scripts.report.estimate([4.0, 4.2, 4.4])
     assert alone.error == pytest.approx(0.2 / math.sqrt(3))
     assert math.isnan(scripts.report.compare(results, "sotu", "egmla-add", "mla").error)
@@ -78,6 +81,18 @@ def test_errors_are_of_differences_within_a_seed(scripts, tmp_path):
     assert "| 3 | 4.2000 ± 0.1155 |" in table
     unbegun = scripts.report.table(results, "groups", {})
     assert unbegun == "Not run yet: `egmla-lgz2`, `egmla-lgz3`.", "rows that the first experiment has say nothing new"
+
+
+def test_latent_widths_are_compared_at_the_same_width(scripts, tmp_path):
+    """What the gate is worth at a width is the difference from plain MLA at that width, not from the narrowest."""
+    losses = {"mla-kv4": [4.5, 4.6], "egmla-kv4": [4.2, 4.3], "mla": [4.1, 4.2], "egmla": [3.9, 4.0]}
+    write_results(tmp_path / "results", scripts, losses)
+    results = scripts.report.load_results(tmp_path / "results")
+    rows = {row.split("`")[1]: row for row in scripts.report.table(results, "latents", {}).split("\n") if "| `" in row}
+    assert "| -0.3000 ± 0.0000 |" in rows["egmla-kv4"] and "| -0.2000 ± 0.0000 |" in rows["egmla"]
+    assert rows["mla-kv4"].endswith("| - | - |") and rows["mla"].endswith("| - | - |")
+    scripts.report.draw_cache(results, tmp_path / "cache.png")
+    assert (tmp_path / "cache.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_finished_runs_are_not_repeated_nor_mixed(scripts, tmp_path):

@@ -11,10 +11,11 @@ from typing import Annotated
 
 import typer
 from healing import write_healing_report
-from report import write_report
+from report import compare as difference_of
+from report import load_results, write_report
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from runs import EXPERIMENTS, all_runs, carry_out, is_done, missing_weights
+from runs import EXPERIMENTS, TEXT, all_runs, carry_out, is_done, missing_weights
 from smollm2 import carry_out as carry_out_smollm2
 from smollm2 import prepare
 from speed import measure_speed
@@ -82,6 +83,27 @@ def speed(
 def smollm2() -> None:
     """Convert SmolLM2-135M-Instruct at two latent widths, measure, and heal; hours, most of them healing."""
     carry_out_smollm2(prepare(FOLDER, SMOLLM2_RESULTS), console)
+
+
+@app.command()
+def compare(
+    variant: Annotated[str, typer.Argument(help="A variant with results, such as egmla-kv4.")],
+    reference: Annotated[str, typer.Argument(help="The variant that it is compared with, such as mla-kv32.")],
+    text: Annotated[str, typer.Option(help=f"What both were trained on: {', '.join(TEXT)}.")] = "sotu",
+    tokens: Annotated[
+        int | None, typer.Option(help="After so many tokens of training, such as 0; at its end without this.")
+    ] = None,
+) -> None:
+    """Print the validation loss of one variant less another's, seed by seed, with its 95 % interval."""
+    try:
+        difference = difference_of(load_results(RESULTS), text, variant, reference, tokens)
+    except KeyError:
+        raise typer.BadParameter(f"No loss was measured after {tokens} tokens.", param_hint="--tokens") from None
+    if difference is None:
+        raise typer.BadParameter(f"No seed has both {variant!r} and {reference!r} on {text!r} in {RESULTS}.")
+    low, high = difference.mean - difference.half_width, difference.mean + difference.half_width
+    console.print(f"{variant} less {reference}: {difference} nats a token, {difference.seeds} seeds")
+    console.print(f"95 %: {low:.4f} to {high:.4f} (± {difference.half_width:.4f})")
 
 
 @app.command()

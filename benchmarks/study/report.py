@@ -8,7 +8,7 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 from rich.console import Console
-from runs import EXPERIMENTS, SEEDS, text_of
+from runs import EXPERIMENTS, SEEDS, reference_of, text_of
 
 from modeling_egmla.files import write_whole
 
@@ -23,6 +23,11 @@ class Estimate:
     mean: float
     error: float
     seeds: int
+
+    @property
+    def half_width(self) -> float:
+        """Half of the 95 % interval, by Student's t; NaN from one seed alone."""
+        return T_95.get(self.seeds, math.nan) * self.error
 
     def __str__(self) -> str:
         return f"{self.mean:.4f} ± {self.error:.4f}" if self.seeds > 1 else f"{self.mean:.4f} (one seed)"
@@ -39,10 +44,22 @@ def load_results(folder: Path) -> dict[tuple[str, str, int], dict]:
     return {(result["text"], result["variant"], result["seed"]): result for result in results}
 
 
-def compare(results: dict, text: str, variant: str, reference: str) -> Estimate | None:
-    """Loss of a variant less that of the reference, seed by seed: both saw the same text in the same order."""
+def compare(results: dict, text: str, variant: str, reference: str, tokens: int | None = None) -> Estimate | None:
+    """
+    Loss of a variant less that of the reference, seed by seed: both saw the same text in the same order.
+
+    Args:
+        tokens: after so many tokens of training; at its end without them.
+
+    Raises:
+        KeyError: no loss was measured after so many tokens.
+    """
+
+    def loss(run: dict) -> float:
+        return run["validation_loss"] if tokens is None else dict(run["validation_loss_over_tokens"])[tokens]
+
     differences = [
-        results[text, variant, seed]["validation_loss"] - results[text, reference, seed]["validation_loss"]
+        loss(results[text, variant, seed]) - loss(results[text, reference, seed])
         for seed in SEEDS
         if (text, variant, seed) in results and (text, reference, seed) in results
     ]
@@ -64,10 +81,11 @@ def table(results: dict, experiment: str, speed: dict[str, list[float]]) -> str:
         speed: for each variant the quartiles of its training time, of plain MLA's.
     """
     text, (_, variants) = text_of(experiment), EXPERIMENTS[experiment]
-    reference = variants[0]
+    of_each = {variant: reference_of(experiment, variant) for variant in variants}
+    against = f"`{variants[0]}`" if len(set(of_each.values())) == 1 else "MLA's at that latent"
     rows = [
         "| | parameters, M | of these in tables | cache elements a token | training time, of `mla` | seeds "
-        f"| validation loss | less `{reference}` | 95 % |",
+        f"| validation loss | less {against} | 95 % |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     missing = []
@@ -76,18 +94,21 @@ def table(results: dict, experiment: str, speed: dict[str, list[float]]) -> str:
         if not runs:
             missing.append(f"`{variant}`")
             continue
-        difference = None if variant == reference else compare(results, text, variant, reference)
-        half_width = T_95[difference.seeds] * difference.error if difference and difference.seeds > 1 else None
+        difference = None if variant == of_each[variant] else compare(results, text, variant, of_each[variant])
+        half_width = difference.half_width if difference else math.nan
         rows.append(
             f"| `{variant}` | {runs[0]['parameters'] / 1e6:.2f} | {runs[0]['gate_table_parameters'] / 1e6:.2f} "
             f"| {runs[0]['cache_elements']} | {tell_time(speed, variant)} "
             f"| {len(runs)} | {estimate([run['validation_loss'] for run in runs])} "
-            f"| {difference if difference else '-'} | {f'± {half_width:.4f}' if half_width else '-'} |"
+            f"| {difference if difference else '-'} | {'-' if math.isnan(half_width) else f'± {half_width:.4f}'} |"
         )
     left = [f"Not run yet: {', '.join(missing)}."] if missing else []
     if not is_begun(results, experiment):
         return left[0]
-    return "\n".join([*rows, "", *left, *[""] * bool(left), f"![Validation loss over tokens](study/{experiment}.png)"])
+    figures = [f"![Validation loss over tokens](study/{experiment}.png)"]
+    if experiment == "latents":
+        figures.append("![Validation loss over cache elements](study/latents-cache.png)")
+    return "\n".join([*rows, "", *left, *[""] * bool(left), *figures])
 
 
 def tell_time(speed: dict[str, list[float]], variant: str) -> str:
@@ -124,6 +145,28 @@ def draw(results: dict, experiment: str, path: Path) -> None:
     plt.close(figure)
 
 
+def draw_cache(results: dict, path: Path) -> None:
+    """Validation loss over cache elements a token, of MLA and of EG-MLA: the means of seeds with standard errors."""
+    text, (title, variants) = text_of("latents"), EXPERIMENTS["latents"]
+    figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
+    for kind in ("mla", "egmla"):
+        points = []
+        for variant in variants:
+            runs = [results[text, variant, seed] for seed in SEEDS if (text, variant, seed) in results]
+            if runs and variant.split("-")[0] == kind:
+                points.append((runs[0]["cache_elements"], estimate([run["validation_loss"] for run in runs])))
+        cache, losses = zip(*sorted(points, key=lambda point: point[0]), strict=True)
+        errors = [0 if math.isnan(loss.error) else loss.error for loss in losses]
+        axes.errorbar(cache, [loss.mean for loss in losses], errors, marker="o", capsize=4, label=kind)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(cache, [str(count) for count in cache])
+    axes.set(xlabel="cache elements a token", ylabel="validation loss, nats a token", title=title)
+    axes.legend(title="mean and standard error")
+    axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
 def write_report(folder: Path, docs: Path, console: Console) -> None:
     """Puts the tables between their marks in docs/study.md, and the figures beside it."""
     results = load_results(folder)
@@ -135,6 +178,8 @@ def write_report(folder: Path, docs: Path, console: Console) -> None:
         text = fill(text, experiment, table(results, experiment, speed))
         if is_begun(results, experiment):
             draw(results, experiment, docs / "study" / f"{experiment}.png")
+            if experiment == "latents":
+                draw_cache(results, docs / "study" / "latents-cache.png")
     write_whole(document, text)
     console.print(f"{len(results)} results: tables in {document}, figures in {docs / 'study'}.")
 

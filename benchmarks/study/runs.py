@@ -107,7 +107,7 @@ class Run:
         }
 
 
-# The question of each experiment and its variants, the one that the others are compared with first.
+# The question of each experiment and its variants.
 EXPERIMENTS = {
     "ablation": ("The gate's parts, at equal latents", ("mla", "egmla", "egmla-no-norm", "egmla-add")),
     "latents": (
@@ -122,6 +122,11 @@ EXPERIMENTS = {
     "groups": ("Layer groups", ("egmla", "egmla-lgz2", "egmla-lgz3", "mla")),
     "transfer": ("Fine-tuned on another text", ("mla", "egmla")),
 }
+
+
+def reference_of(experiment: str, variant: str) -> str:
+    """The variant that another is compared with: over latent widths plain MLA at the same width, else the first."""
+    return variant.replace("egmla", "mla") if experiment == "latents" else EXPERIMENTS[experiment][1][0]
 
 
 def text_of(experiment: str) -> str:
