@@ -34,7 +34,7 @@ style: $(READY)  ## Bring all files into style
 bench: $(READY)  ## Measure speed and memory beside the library's models; hours, or QUICK=1
 	$(BIN)/egmla bench $(if $(QUICK),--quick)
 
-study: $(READY)  ## Train the models of docs/study.md that are not done yet (a day), and report
+study: $(READY)  ## Train the models of docs/study.md that are not done yet (seven to ten hours), and report
 	$(BIN)/python benchmarks/study run
 	$(BIN)/python benchmarks/study speed
 	$(BIN)/python benchmarks/study report

@@ -32,7 +32,7 @@ def read_windows(calibration: str | Path | torch.Tensor, tokens: int, source: Pa
         windows = calibration
     else:
         try:
-            text = Path(calibration).read_text(encoding="utf-8")
+            text = Path(calibration).read_text(encoding="utf-8-sig")  # a byte-order mark is no text
         except (OSError, UnicodeDecodeError) as error:
             raise ConversionError(f"Calibration text {calibration} cannot be read as UTF-8 ({error}).") from error
         try:

@@ -192,6 +192,8 @@ def write_checkpoint(
 def _find_files(folder: Path) -> tuple[list[str], dict[str, str] | None]:
     """Weight files of a folder and, if there is an index, which file it says that each tensor lies in."""
     for stem in STEMS:
+        if (folder / stem).is_file():
+            return [stem], None  # before an index, which the library leaves behind when it saves in one file again
         index_path = folder / f"{stem}.index.json"
         if index_path.is_file():
             try:
@@ -205,8 +207,6 @@ def _find_files(folder: Path) -> tuple[list[str], dict[str, str] | None]:
                 if not (folder / file).is_file():
                     raise ConversionError(f"{folder / file} is missing, which {index_path.name} lists.")
             return files, index
-        if (folder / stem).is_file():
-            return [stem], None
     for pattern in ("*.safetensors", "*.bin", "*.pt", "*.pth"):
         if files := sorted(path.name for path in folder.glob(pattern)):
             return files, None

@@ -375,11 +375,13 @@ class ConversionPlan:
 
     Attributes:
         source_parameters: parameters of the source.
+        source_tables: parameters of its gate tables, which are among these.
         source_cache: elements that it caches for one token in all layers.
         config: of the result.
     """
 
     source_parameters: int
+    source_tables: int
     source_cache: int
     config: EGMLAConfig
 
@@ -410,7 +412,7 @@ def plan_conversion(
                 "A plan needs the width of the latent (--latent): by energy, only calibration tells."
             )
         config = planned_config(theirs, latent, gates)
-        parameters = sum(math.prod(shape) for shape in llama_tensors(theirs).values())
+        parameters, tables = sum(math.prod(shape) for shape in llama_tensors(theirs).values()), 0
         cache = 2 * theirs.num_key_value_heads * theirs.head_dim * theirs.num_hidden_layers
     else:
         if latent is not None:
@@ -418,14 +420,15 @@ def plan_conversion(
                 f"A latent is for models of the Llama form, and layout {source_layout.name} has one."
             )
         config, scales = read_config(source_layout, source, raw_config)
-        parameters, cache = count_parameters(config).total, config.cache_elements_per_token
+        counted, cache = count_parameters(config), config.cache_elements_per_token
+        parameters, tables = counted.total, counted.tables
         if scales and config.tie_word_embeddings:
             config = with_config(config, tie_word_embeddings=False)  # they go into embedding and head
     if gates.kind != "none":
         if config.kv_gate != "none":
             raise ConversionError(f"The source has gates already (`kv_gate` is {config.kv_gate!r}).")
         config = with_config(config, kv_gate=gates.kind, kv_gate_dim=gates.dim, kv_gate_norm=gates.norm)
-    return ConversionPlan(parameters, cache, config)
+    return ConversionPlan(parameters, tables, cache, config)
 
 
 def _tell_latent(made: LlamaStart) -> str:

@@ -8,7 +8,8 @@ from pathlib import Path
 import yaml
 
 from ..configuration import find_model
-from ..files import new_folder
+from ..files import new_folder, refuse_place
+from ..loading import stored_dtypes
 from . import cards
 from .verify import (
     VerificationError,
@@ -46,7 +47,7 @@ def export(
         source: folder of a model, as `save_pretrained`, a training or a conversion leaves it, or the name of a model
             that ships with the package; only safetensors are read, and no code.
         folder: where to; it may be `source` itself.
-        dtype: e.g. `"bfloat16"`; by default that of the source.
+        dtype: e.g. `"bfloat16"`; by default what the source's config.json says.
         evaluation: results file of lm-evaluation-harness for the card.
         new_card: write the card anew even if the source has one.
         max_shard_size, overwrite, about: as in [`export_model`].
@@ -54,7 +55,8 @@ def export(
     Raises:
         FileExistsError: `folder` exists, and not `overwrite`.
         VerificationError: the source is no EG-MLA model, or the weights do not fit its config.
-        ValueError: what [`export_model`] raises.
+        ValueError: a README.md would be kept that the licence, the evaluation or the dtype does not get into; what
+            [`export_model`] raises.
     """
     source = Path(find_model(str(source)))
     if not source.is_dir():
@@ -68,6 +70,13 @@ def export(
             raise ValueError(
                 f"{source} has a README.md, which is kept, so neither a licence nor an evaluation would get into it: "
                 "edit it, or write the card anew with `--new-card`."
+            )
+        stored = stored_dtypes(source)
+        if stored != {written := str(model.dtype).removeprefix("torch.")}:
+            raise ValueError(
+                f"{source} has a README.md, which is kept and tells of weights in {' and '.join(sorted(stored))}, but "
+                f"they would be written in {written}: name the dtype with `--dtype`, or write the card anew with "
+                "`--new-card`."
             )
         extra_files.append(source / "README.md")
     return export_model(
@@ -148,7 +157,8 @@ def check_target(folder: Path, overwrite: bool) -> None:
     Raises:
         FileExistsError: there is something under this name that must not be, or cannot be, replaced.
     """
-    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+    refuse_place(folder)
+    if not folder.exists() or not any(folder.iterdir()):
         return
     if not overwrite:
         raise FileExistsError(f"{folder} exists: name another folder, or replace it with `--overwrite`.")

@@ -270,6 +270,9 @@ def read_llama_config(raw_config: Mapping[str, Any]):
         theirs = AutoConfig.for_model(settings.pop("model_type", "llama"), **settings)
     except (StrictDataclassError, ValueError, TypeError, KeyError) as error:
         raise ConversionError(f"The library cannot read the config.json of the source: {error}") from error
+    heads = theirs.num_attention_heads
+    theirs.num_key_value_heads = getattr(theirs, "num_key_value_heads", None) or heads
+    theirs.head_dim = getattr(theirs, "head_dim", None) or theirs.hidden_size // heads
     window = getattr(theirs, "sliding_window", None)
     if window is not None and window < theirs.max_position_embeddings:
         raise ConversionError(f"`sliding_window` is {window}, but EG-MLA attends to all that came before.")

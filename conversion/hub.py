@@ -23,6 +23,7 @@ from huggingface_hub.errors import (
     HTTPError,
     LocalEntryNotFoundError,
     OfflineModeIsEnabled,
+    RemoteEntryNotFoundError,
     RevisionNotFoundError,
 )
 from huggingface_hub.utils import validate_repo_id
@@ -420,6 +421,8 @@ def _status(error: BaseException) -> int | None:
 
 
 def _is_transient(error: BaseException) -> bool:
+    if isinstance(error, OfflineModeIsEnabled):
+        return False
     status = _status(error)
     if status is not None:
         return status in TRANSIENT
@@ -466,6 +469,8 @@ def _explain(error: BaseException, action: str, repo_id: str, revision: str | No
         return f"Your login may not {action} ({reason}): ask its owner for access, or use a token that has the right."
     if isinstance(error, RevisionNotFoundError):
         return f"{repo_id} has no branch, tag or commit {revision or 'main'}."
+    if isinstance(error, RemoteEntryNotFoundError):
+        return f"Could not {action}: it has no {error.response.url.path.rsplit('/', 1)[-1]}."
     if status == 404:
         return f"There is no {repo_id} that you can see: check the name; private ones need a login."
     if status == 409:

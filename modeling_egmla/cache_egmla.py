@@ -183,8 +183,11 @@ class _MovesTogether:
 
     def _crop_derived(self) -> None:
         self.token_groups = []
+        length = int(self.get_seq_length())
+        if length == 0:
+            self.statistics = {}  # what comes next may have another number of rows
         for stream in self.statistics.values():
-            stream.length = min(stream.length, int(self.get_seq_length()))
+            stream.length = min(stream.length, length)
 
 
 class EGMLALayer(_MovesTogether, DynamicLayer):

@@ -172,7 +172,15 @@ class EGMLAConfig(PreTrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict, **kwargs):
-        """As the library's; `kwargs` override fields, and are checked like them."""
+        """
+        As the library's; `kwargs` override fields, and are checked like them. `rope_parameters` without a type or a
+        base have the default type and the checkpoint's base.
+        """
+        rope = kwargs.get("rope_parameters")
+        if isinstance(rope, dict):
+            theta = (config_dict.get("rope_parameters") or config_dict).get("rope_theta")
+            rope = rope if "type" in rope else {"rope_type": "default", **rope}
+            kwargs["rope_parameters"] = rope if theta is None else {"rope_theta": theta, **rope}
         loaded = super().from_dict(config_dict, **kwargs)
         (loaded[0] if isinstance(loaded, tuple) else loaded).check()
         return loaded

@@ -84,15 +84,17 @@ def select_decoding(attention: nn.Module, query_BHSK: torch.Tensor, mask: torch.
         return "expanded"
     if is_compiling and (mask is None or not layer.is_compileable):
         return "expanded"
+    length = layer.get_max_length() if is_compiling else int(layer.get_seq_length())
+    if length == S > MAX_QUERIES_TILES:
+        return "expanded"  # a prompt: there is no history to spare
     if wanted == "auto":
         if query_BHSK.device.type != "cpu":
             return "expanded"  # grouping and tiles are many small calls; nothing was measured elsewhere
-        length = layer.get_max_length() if is_compiling else int(layer.get_seq_length())
         if length * attention.config.kv_width < MIN_FEATURES or S > MAX_QUERIES_TILES:
             return "expanded"
         wanted = "grouped" if MAX_QUERIES_GROUPED[attention.kv_gate] >= S else "tiles"
-    if wanted == "tiles" or is_compiling or not reads_weights(attention):
-        return "tiles"
+    if wanted == "tiles" or is_compiling or S > MAX_QUERIES_TILES or not reads_weights(attention):
+        return "tiles"  # grouping takes the query to the latents of each distinct id: memory is their product
     return wanted if wanted == "grouped" or can_fuse(attention, query_BHSK, layer.keys) else "tiles"
 
 

@@ -39,8 +39,7 @@ def new_folder(target: str | Path, overwrite: bool = False) -> Iterator[Path]:
 
 def refuse_existing(target: Path, overwrite: bool) -> None:
     """Raises a `FileExistsError` if writing to `target` would touch what is there."""
-    if target.is_symlink() or (target.exists() and not target.is_dir()):
-        raise FileExistsError(f"{target} exists and is not a folder: choose another name.")
+    refuse_place(target)
     if not target.exists() or not any(target.iterdir()):
         return
     if not overwrite:
@@ -51,6 +50,17 @@ def refuse_existing(target: Path, overwrite: bool) -> None:
         raise FileExistsError(
             f"{target} has no config.json, so it is no model that --overwrite would replace: remove it."
         )
+
+
+def refuse_place(target: Path) -> None:
+    """Raises a `FileExistsError` if a folder cannot take the name `target` in one step."""
+    if target.is_symlink() or (target.exists() and not target.is_dir()):
+        raise FileExistsError(f"{target} exists and is not a folder: choose another name.")
+    if os.path.ismount(target):
+        raise FileExistsError(f"{target} is a mount point, which cannot be replaced: name a folder in it.")
+    here = Path.cwd()  # with all links resolved
+    if target.exists() and (target.resolve() == here or target.resolve() in here.parents):
+        raise FileExistsError(f"{target} is the folder you stand in, which cannot be replaced: go elsewhere first.")
 
 
 def _beside(target: Path, what: str) -> Path:

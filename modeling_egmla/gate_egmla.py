@@ -158,15 +158,19 @@ class TokenGate(nn.Module):
         Gives the table `vocab_size` rows. A new id's is the mean of all rows where the gate multiplies (no row is
         neutral there), and zeros where it is added.
         """
+        embedding = self.kv_gate_embed
+        rows = embedding.weight.data
+        if vocab_size == rows.shape[0]:
+            return
         self._kv_gate_table = None
-        rows = self.kv_gate_embed.weight.data
         if vocab_size > rows.shape[0]:
-            new_row = rows.double().mean(0) if self.kv_gate == "multiply" else rows.new_zeros(rows.shape[1])
-            added = new_row.to(rows.dtype).expand(vocab_size - rows.shape[0], -1)
-            self.kv_gate_embed.weight.data = torch.cat((rows, added))
+            wide = (rows.cpu() if rows.device.type == "mps" else rows).double()  # which MPS has not
+            new_row = wide.mean(0) if self.kv_gate == "multiply" else wide.new_zeros(rows.shape[1])
+            added = new_row.to(rows.device, rows.dtype).expand(vocab_size - rows.shape[0], -1)
+            embedding.weight.data = torch.cat((rows, added))
         else:
-            self.kv_gate_embed.weight.data = rows[:vocab_size].clone()
-        self.kv_gate_embed.num_embeddings = vocab_size
+            embedding.weight.data = rows[:vocab_size].clone()
+        embedding.num_embeddings = vocab_size
 
     def precompute_kv_gates(self, dtype: torch.dtype | None = None) -> None:
         """Computes the gates of all ids now; see [`EGMLAPreTrainedModel.precompute_kv_gates`]."""
@@ -326,13 +330,17 @@ class TokenGate(nn.Module):
         if isinstance(embedding, PlacedEmbedding):
             embedding.table.let_go()
 
-    @torch.no_grad()
-    def _projected(self, rows: torch.Tensor) -> torch.Tensor:
+    def check_projects_plainly(self) -> None:
+        """Raises a `ValueError` if the projection is not what its weights say."""
         if not is_plain(self.kv_gate_proj):
             raise ValueError(
                 f"The gate projection of layer {self.layer_idx} is wrapped by an adapter, quantised, sharded or "
                 "offloaded, so its gates cannot be written to a file or compared with one."
             )
+
+    @torch.no_grad()
+    def _projected(self, rows: torch.Tensor) -> torch.Tensor:
+        self.check_projects_plainly()
         like = self.kv_gate_proj.weight
         with torch.autocast(like.device.type, enabled=False):
             return project(self.kv_gate_proj, rows.to(like))

@@ -34,11 +34,21 @@ def misfits(info: Mapping[str, Any], may_leave_out: bool = False) -> str | None:
 def not_floating(folder: Path) -> list[str]:
     """Tensors in the safetensors files of a model's folder that hold no floating numbers: fractions would be gone."""
     floating = {name for name, dtype in FILE_DTYPES.items() if dtype.is_floating_point}
+    return [name for name, dtype in _stored(folder) if dtype not in floating]
+
+
+def stored_dtypes(folder: Path) -> set[str]:
+    """What the tensors in a folder's safetensors files are stored in, such as `"bfloat16"`."""
+    return {str(FILE_DTYPES.get(dtype, dtype)).removeprefix("torch.") for _, dtype in _stored(folder)}
+
+
+def _stored(folder: Path) -> list[tuple[str, str]]:
+    """Names of a folder's tensors and their types, in safetensors' words."""
     return [
-        name
+        (name, tensor["dtype"])
         for path in sorted(folder.glob("*.safetensors"))
         for name, tensor in read_header(str(path))[0].items()
-        if name != "__metadata__" and tensor["dtype"] not in floating
+        if name != "__metadata__"
     ]
 
 

@@ -466,8 +466,9 @@ class EGMLAModel(EGMLAPreTrainedModel):
         hidden_states = inputs_embeds
         position_embeddings = self.rotary_emb(hidden_states, position_ids=position_ids)
 
-        kv_features, k_rot = None, None
         for decoder_layer in self.layers[: self.config.num_hidden_layers]:
+            if decoder_layer.self_attn.owns_latent:
+                kv_features, k_rot = None, None  # those of the group before, which checkpointing would keep
             hidden_states, kv_features, k_rot = decoder_layer(
                 hidden_states,
                 kv_features,

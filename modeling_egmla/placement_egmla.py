@@ -6,6 +6,7 @@ docs/placement.md says what to choose when; tables and their pool are in `table_
 
 import os
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -67,6 +68,8 @@ class GateStatistics:
 class EGMLAGatePlacement:
     """Gates of a whole model: precomputed, placed, narrowed, counted."""
 
+    _loaded_from: dict | None = None  # arguments of `find_tables`
+
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         if are_tables_left_out():
@@ -84,14 +87,15 @@ class EGMLAGatePlacement:
         """
         if not isinstance(kv_gates, dict | None):
             raise ValueError(f'`kv_gates` must be a dict, such as {{"placement": "host"}}, but is {kv_gates!r}.')
-        if kv_gates is None:
-            return super().from_pretrained(pretrained_model_name_or_path, *model_args, **kwargs)
-        with tables_left_out():
+        with nullcontext() if kv_gates is None else tables_left_out():
             loaded = super().from_pretrained(pretrained_model_name_or_path, *model_args, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
-        names = ("revision", "variant", "subfolder", "cache_dir", "token", "local_files_only")
-        download = {name: kwargs[name] for name in names if kwargs.get(name) is not None}
-        model._place_kv_gates(**{"checkpoint": pretrained_model_name_or_path, **kv_gates}, download=download)
+        names = ("revision", "variant", "subfolder", "cache_dir")
+        source = {name: kwargs[name] for name in names if kwargs.get(name) is not None}
+        # What was just loaded is on this machine, so neither the network nor a token is needed to read it again.
+        model._loaded_from = {"checkpoint": pretrained_model_name_or_path, "local_files_only": True, **source}
+        if kv_gates is not None:
+            model.place_kv_gates(**kv_gates)
         return loaded
 
     def _gates_to_place(self) -> list[TokenGate]:
@@ -156,11 +160,6 @@ class EGMLAGatePlacement:
             ValueError: the model has no gates; an argument that cannot be; a file whose tables are not the model's;
                 original values that were given up.
         """
-        self._place_kv_gates(placement, dtype, pool_rows, checkpoint, gates_file)
-
-    def _place_kv_gates(
-        self, placement="device", dtype=None, pool_rows=POOL_ROWS, checkpoint=None, gates_file=None, download=None
-    ) -> None:
         gates = self._gates_to_place()
         if placement not in PLACEMENTS:
             raise ValueError(f"`placement` must be one of {', '.join(PLACEMENTS)}, but is {placement!r}.")
@@ -170,13 +169,15 @@ class EGMLAGatePlacement:
             raise ValueError(f"`gates_file` is memory-mapped: it goes with placement 'mmap', not {placement!r}.")
         stored = {}
         if placement == "mmap" or any(gate.lacks_table for gate in gates):
-            checkpoint = self.name_or_path if checkpoint is None else checkpoint
-            stored = find_tables(checkpoint, "self_attn.kv_gate_embed.weight", **(download or {}))
+            source = {"checkpoint": self.name_or_path if checkpoint is None else checkpoint}
+            if checkpoint is None and self._loaded_from is not None:
+                source = self._loaded_from
+            stored = find_tables(suffix="self_attn.kv_gate_embed.weight", **source)
             missing = [gate.layer_idx for gate in gates if gate.layer_idx not in stored]
             if missing:
                 raise ValueError(
-                    f"{checkpoint} has no tensor layers.{missing[0]}.self_attn.kv_gate_embed.weight: it is no "
-                    "checkpoint of this model."
+                    f"{source['checkpoint']} has no tensor layers.{missing[0]}.self_attn.kv_gate_embed.weight: it is "
+                    "no checkpoint of this model."
                 )
         pool = None if placement == "device" else GateRowPool(pool_rows)
         chosen = Placement(placement, find_dtype(dtype))
@@ -199,6 +200,8 @@ class EGMLAGatePlacement:
                 ones, or `dtype` cannot be.
         """
         gates = self._gates_to_place()
+        for gate in gates:
+            gate.check_projects_plainly()
         row_dtype = find_dtype(dtype) or gates[0].kv_gate_proj.weight.dtype
         tables, shape = {}, (self.config.vocab_size, self.config.kv_width)
         for gate in gates:

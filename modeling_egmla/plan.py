@@ -107,12 +107,18 @@ def multi_head_cache_elements(config: EGMLAConfig, kv_heads: int) -> int:
 
 
 def paper_baseline(config: EGMLAConfig) -> EGMLAConfig | None:
-    """The MLA that the paper sets beside models of this shape, with a latent of its own; None for other shapes."""
+    """
+    The MLA that the paper sets beside models of this shape, with a latent of its own and `config`'s head, biases and
+    query rank; None for other shapes.
+    """
     shape = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
     shape += ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
     for preset in PRESETS.values():
         if preset["kv_gate"] == "none" and all(preset[field] == getattr(config, field) for field in shape):
-            return EGMLAConfig.from_dict(preset)
+            baseline = copy.copy(config)
+            baseline.kv_gate, baseline.layer_group_size = "none", 1
+            baseline.kv_lora_rank = preset["kv_lora_rank"]
+            return baseline
     return None
 
 

@@ -363,6 +363,7 @@ class PlacedEmbedding(nn.Module):
     def __init__(self, num_embeddings: int, embedding_dim: int, like: torch.Tensor, table: PlacedTable | None = None):
         super().__init__()
         self.num_embeddings, self.embedding_dim, self.table = num_embeddings, embedding_dim, table
+        self.was_trainable = True  # whether the parameter that it stands for was
         # Moves and casts with the model, and says by it where rows are wanted.
         self.register_buffer("like", torch.empty(0, dtype=like.dtype, device=like.device), persistent=False)
 
@@ -430,7 +431,9 @@ def place_embedding(
     where = placement.where
     if placement.is_default and type(embedding) is nn.Embedding:
         return embedding
-    if isinstance(embedding, PlacedEmbedding):
+    is_placed = isinstance(embedding, PlacedEmbedding)
+    was_trainable = embedding.was_trainable if is_placed else embedding.weight.requires_grad
+    if is_placed:
         like, original = embedding.like, None if embedding.table is None else embedding.original()
         mapped = None if embedding.table is None else embedding.table.mapped
     else:
@@ -462,14 +465,17 @@ def place_embedding(
         table = PlacedTable(mapped.tensor, dtype, exact=exact, pool=pool, mapped=mapped)
     elif placement.is_default:
         placed = nn.Embedding(*shape, device="meta")
-        placed.weight = nn.Parameter(original.to(like.device, like.dtype, copy=mapped is not None))
+        rows = original.to(like.device, like.dtype, copy=mapped is not None)
+        placed.weight = nn.Parameter(rows, requires_grad=was_trainable)
         return placed.train(embedding.training)
     else:
         device = torch.device("cpu") if where == "host" else like.device
         is_narrowed = dtype == torch.int8 or torch.promote_types(dtype, exact) != dtype
         table = PlacedTable.empty(shape, dtype, device, pool=pool, is_narrowed=is_narrowed)
         table.write(0, original.to(exact))
-    return PlacedEmbedding(*shape, like, table).train(embedding.training)
+    placed = PlacedEmbedding(*shape, like, table).train(embedding.training)
+    placed.was_trainable = was_trainable
+    return placed
 
 
 def _agree(original: torch.Tensor, mapped: MappedTensor, dtype: torch.dtype) -> bool:

@@ -210,6 +210,7 @@ def test_other_machines_are_refused(measured, bench):
         (["--batches", "0"], "--batches takes whole numbers"),
         (["--report"], "holds no results"),
         (["mla-base-kv256"], "`kv_gate` is 'none'"),
+        (["--quick", "--dtypes", "float32"], "--quick sets --dtypes itself"),
         (["--systems", "egmla-a-fused"], "--systems egmla-a-fused is a kernel for CUDA"),
     ],
 )

@@ -218,10 +218,24 @@ def test_demo_without_extras(egmla, folder, tmp_path, monkeypatch):
     assert "pip install 'egmla[eval]'" in egmla("eval", folder, exit_code=1)
 
 
+def test_publishing_needs_no_extra(tmp_path):
+    """Everything but what an extra is for is imported where no extra is installed."""
+    absent = ("accelerate", "datasets", "hf_xet", "lm_eval", "matplotlib", "peft", "triton", "trl")
+    code = (
+        f"import sys; sys.modules.update(dict.fromkeys({absent}))\n"
+        "import modeling_egmla.commands, modeling_egmla.plan, modeling_egmla.benchmark.report\n"
+        "from modeling_egmla.conversion import cards, converter, export, hub, verify\n"
+        "print(modeling_egmla.EGMLAForCausalLM.__name__)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
+    assert done.stdout == "EGMLAForCausalLM\n", done.stderr
+
+
 def test_eval_of_texts(egmla, folder, tmp_path):
     """Text files are counted to the unit and scored; the JSON says the same."""
     (tmp_path / "a.txt").write_text("Peace and trade \u2013 in that order.", encoding="utf-8")
     (tmp_path / "b.txt").write_text("War. " * 100, encoding="utf-8")
+    (tmp_path / "b.txt").write_text("\ufeff" + (tmp_path / "b.txt").read_text(), encoding="utf-8")  # no text
     files = ["--text", tmp_path / "a.txt", "--text", tmp_path / "b.txt"]
     output = egmla("eval", folder, *files, "--stride", 32, "--output", tmp_path / "new" / "out.json")
     assert "Context 256 tokens, stride 32" in output

@@ -265,6 +265,16 @@ class TestFields:
         assert config.rope_parameters == {"rope_type": "default", "rope_theta": 10000.0}
         assert config.model_type == "egmla"
 
+    @pytest.mark.parametrize(
+        "rope", [{"rope_type": "linear", "factor": 2.0}, {"rope_theta": 7e5}, {"type": "linear", "factor": 2.0}]
+    )
+    def test_rotary_settings_given_while_loading(self, tmp_path, rope):
+        """What they leave out is the checkpoint's base, and the default type."""
+        EGMLAConfig(rope_parameters={"rope_type": "default", "rope_theta": 5e5}).save_pretrained(tmp_path)
+        loaded = EGMLAConfig.from_pretrained(tmp_path, rope_parameters=rope).rope_parameters
+        assert loaded["rope_theta"] == rope.get("rope_theta", 5e5)
+        assert loaded.get("rope_type", loaded.get("type")) == ("linear" if "factor" in rope else "default")
+
     def test_configs_share_nothing(self):
         """Changing one config's rotary settings changes no other's."""
         first, second = EGMLAConfig(), EGMLAConfig()

@@ -545,6 +545,17 @@ def test_tied_head_in_the_file(copied, tmp_path):
         convert(folder, tmp_path / "out2")
 
 
+def test_an_index_that_was_left_behind(make_model, tmp_path):
+    """A model that was saved in shards and then in one file is that of the file, as the library loads it."""
+    make_model().save_pretrained(tmp_path / "in", max_shard_size="10KB")
+    model = make_model(kv_gate="none")
+    model.save_pretrained(tmp_path / "in")
+    assert (tmp_path / "in" / "model.safetensors.index.json").is_file()
+    convert(tmp_path / "in", tmp_path / "out")
+    written = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert torch.equal(written.lm_head.weight, model.lm_head.weight)
+
+
 def test_damaged_files(copied, tmp_path):
     """A shard that is cut short, missing, listed outside of the folder, or in two files at once is refused."""
     folder = copied("deepseek_v2")

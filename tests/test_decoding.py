@@ -425,6 +425,40 @@ def test_steps_do_not_wait_for_the_device(make_model, monkeypatch, layer_group_s
     assert logits.shape == (2, 1, 97) and logits.is_meta
 
 
+@pytest.mark.parametrize("rows", [1, 3])
+def test_emptied_cache_takes_other_rows(make_model, rows):
+    """Cropped to nothing, a cache on which two rows were decoded takes any number, with logits as of a new one."""
+    model = make_model()
+    ids, mask = torch.randint(1, 97, (2, 20)), torch.ones(2, 20, dtype=torch.long)
+    others, seen = torch.randint(1, 97, (rows, 12)), torch.ones(rows, 12, dtype=torch.long)
+    cache = make_cache(model)
+    decode(model, "grouped", cache, ids, mask, (17, 1, 1, 1))
+    cache.crop(-20)
+    logits = decode(model, "grouped", cache, others, seen, (10, 1, 1))
+    assert torch.equal(logits, decode(model, "grouped", make_cache(model), others, seen, (10, 1, 1)))
+
+
+def test_ways_of_a_prompt(make_model, monkeypatch):
+    """
+    A forced way is for a few tokens behind a history: a padded prompt is expanded, and many tokens behind one are not
+    taken to the latents of each distinct id, whose memory is the product of both.
+    """
+    model, taken = make_model(), []
+
+    def select(*args):
+        taken.append(select_decoding(*args))
+        return taken[-1]
+
+    monkeypatch.setattr("modeling_egmla.modeling_egmla.select_decoding", select)
+    ids, mask = torch.randint(1, 97, (2, 60)), torch.ones(2, 60, dtype=torch.long)
+    mask[1, :5] = 0
+    cache = make_cache(model)
+    decode(model, "grouped", cache, ids, mask, (20, 20, 16, 1))
+    decode(model, "tiles", make_cache(model), ids, mask, (20, 20))
+    layers = model.config.num_hidden_layers
+    assert taken[::layers] == ["expanded", "tiles", "grouped", "grouped", "expanded", "tiles"]
+
+
 def test_unknown_decoding(make_model):
     """A name that means nothing raises and lists those that do."""
     with pytest.raises(ValueError, match="'expanded', 'tiles', 'grouped'"):

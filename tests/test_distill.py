@@ -141,6 +141,20 @@ def test_stopped_run_goes_on_to_the_same_weights(recipe, tmp_path, monkeypatch):
         distill(write({**recipe, "distillation": {"labels": 1.0}}, tmp_path / "other.yaml"))
 
 
+def test_a_head_that_no_loss_reads_is_not_trained(recipe, tmp_path, monkeypatch):
+    """With hidden states alone an untied head gets no gradient, for which several processes would wait in vain."""
+    students, trainer_class = [], room.DistillationTrainer
+
+    def make(model, **kwargs):
+        students.append(model)
+        return trainer_class(model=model, **kwargs)
+
+    monkeypatch.setattr(room, "DistillationTrainer", make)
+    recipe["distillation"] = {"logits": 0.0, "hidden_states": 1.0}
+    distill(write(recipe, tmp_path / "recipe.yaml"))
+    assert not students[0].config.tie_word_embeddings and not students[0].lm_head.weight.requires_grad
+
+
 def test_reported_loss_is_that_of_the_saved_model(recipe, pair, tmp_path):
     """The loss of the report is what the folder's weights have, rounded to `save_dtype`; its ids are the student's."""
     student = EGMLAForCausalLM.from_pretrained(pair / "student")

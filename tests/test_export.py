@@ -372,9 +372,27 @@ def test_export_again_keeps_all(folder, tmp_path):
     assert verify(folder) and (folder / "README.md").read_text().endswith("Edited.\n")
     with pytest.raises(ValueError, match="--new-card"):
         export(folder, tmp_path / "third", license="mit")
+    with pytest.raises(ValueError, match="tells of weights in float32, but they would be written in bfloat16"):
+        export(folder, tmp_path / "third", dtype="bfloat16")
     third = export(folder, tmp_path / "third", license="mit", new_card=True, dtype="bfloat16")
     assert "license: mit" in (third / "README.md").read_text()
     assert json.loads((third / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_places_that_cannot_be_replaced(folder, tmp_path, monkeypatch):
+    """The folder that a user stands in, one above it, or a mount point is refused before any work."""
+    (tmp_path / "here" / "below").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "here")
+    with pytest.raises(FileExistsError, match="folder you stand in"):
+        export(folder, ".")
+    monkeypatch.chdir("below")
+    with pytest.raises(FileExistsError, match="folder you stand in"):
+        export(folder, tmp_path / "here", overwrite=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(files.os.path, "ismount", lambda path: Path(path).name == "here")
+    with pytest.raises(FileExistsError, match="mount point"):
+        export(folder, "here")
+    assert [path.name for path in (tmp_path / "here").iterdir()] == ["below"]
 
 
 def test_incomplete_sources_are_refused(folder, tmp_path):
@@ -401,8 +419,9 @@ def test_commands(folder, tmp_path):
     app.command()(export_command)
     app.command()(verify_command)
     run = CliRunner().invoke
-    result = run(app, ["export", str(folder), str(tmp_path / "out"), "--max-shard-size", "20KB"])
+    result = run(app, ["export", str(folder), str(tmp_path / "out"), "--max-shard-size", "20000"])
     assert result.exit_code == 0, result.output
+    assert (tmp_path / "out" / "model.safetensors.index.json").is_file()
     assert f"{len(read_manifest(tmp_path / 'out')['files'])} files" in result.output
     result = run(app, ["verify", str(tmp_path / "out")])
     assert result.exit_code == 0 and "all as exported" in result.output

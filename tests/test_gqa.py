@@ -9,7 +9,7 @@ import torch
 from conftest import scramble
 from safetensors.torch import load_file, save_file
 from tiny_export import tiny_tokenizer
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, GraniteConfig, GraniteForCausalLM, LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 from modeling_egmla import EGMLACache
@@ -321,6 +321,25 @@ def test_other_forms_are_refused_by_tensor(folder, tmp_path, name):
         convert(folder, tmp_path / "out", latent=LatentStart(width=9), calibration=CALIBRATION)
 
 
+def test_a_scale_in_the_code_is_noticed(tmp_path):
+    """Granite has the tensors of the Llama form, and multiplies by numbers that Llama has not: read so, it fails."""
+    torch.manual_seed(0)
+    config = GraniteConfig(
+        vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=256, attention_multiplier=0.5, residual_multiplier=0.2,
+        tie_word_embeddings=False,
+    )  # fmt: skip
+    GraniteForCausalLM(config).save_pretrained(tmp_path / "granite")
+    with pytest.raises(CheckFailed, match="does not agree with it"):
+        convert(
+            tmp_path / "granite",
+            tmp_path / "out",
+            layout="llama",
+            latent=LatentStart(width=9),
+            calibration=CALIBRATION,
+        )
+
+
 def test_code_that_computes_something_else_is_noticed(folder, tmp_path, monkeypatch):
     """Tensors of the Llama form under code that is not: the model that should lose nothing does, and that is said."""
     from modeling_egmla.conversion import stages
@@ -407,6 +426,15 @@ def test_plan_is_what_comes_out(folder, tmp_path, egmla):
 def test_options_that_do_not_fit(folder, egmla, options, message):
     code, output = egmla(folder, *options)
     assert code == 1 and message in output
+
+
+def test_plan_of_a_gated_model(make_model, tmp_path, egmla):
+    """Gate tables that the source has already are counted on both sides; another layout than ours is not planned."""
+    make_model().save_pretrained(tmp_path / "gated")
+    code, output = egmla(tmp_path / "gated", "--plan")
+    assert code == 0 and output.count(f"{2 * 97 * make_model().config.kv_gate_dim:,}") == 2, output
+    code, output = egmla(tmp_path / "gated", "--plan", "--to", "deepseek_v3")
+    assert code == 1 and "leave --to out" in output
 
 
 def test_plan_of_an_mla_model(make_model, tmp_path, egmla):

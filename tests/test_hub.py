@@ -526,10 +526,28 @@ def test_pull_says_what_is_not_there(published, exported, tmp_path):
     assert leftovers(tmp_path) == []
 
 
-def test_offline_is_said(published, exported, tmp_path, monkeypatch):
+def test_offline_is_said(published, exported, tmp_path, monkeypatch, waits):
+    """At once, since waiting would not help."""
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(HubError, match="HF_HUB_OFFLINE"):
         pull(REPO, tmp_path / "got")
+    assert not waits
+
+
+def test_pulling_onto_a_link_is_refused(published, tmp_path):
+    """A link to a folder elsewhere is neither replaced nor found out about after the whole download."""
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "got").symlink_to(tmp_path / "disk")
+    with pytest.raises(FileExistsError, match="choose another name"):
+        pull(REPO, tmp_path / "got")
+    assert {path.name for path in tmp_path.iterdir()} >= {"got", "disk"} and not list(tmp_path.glob(".got*"))
+
+
+def test_a_repository_without_a_config(hub):
+    """What is missing is the file, and not the repository."""
+    HfApi().create_repo(REPO)
+    with pytest.raises(HubError, match=r"has no config\.json"):
+        hub_module.fetch_checkpoint(REPO, config_only=True)
 
 
 def test_pull_runs_no_code(published, tmp_path):

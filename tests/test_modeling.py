@@ -381,6 +381,22 @@ class TestGradients:
         for name, gradient in gradients[0].items():
             torch.testing.assert_close(gradients[1][name], gradient, rtol=1e-5, atol=1e-7, msg=lambda m, n=name: n + m)
 
+    @pytest.mark.parametrize("layer_group_size", [1, 2])
+    def test_checkpoints_keep_what_is_read(self, make_model, layer_group_size):
+        """Checkpointing keeps a layer's hidden states, and what its group shares only where the group reads it."""
+        model = make_model(num_hidden_layers=4, layer_group_size=layer_group_size).train()
+        model.gradient_checkpointing_enable()
+        kept = []
+
+        def keep(function, *args):
+            kept.append(sum(torch.is_tensor(argument) for argument in args))
+            return function(*args)
+
+        for layer in model.model.layers:
+            layer._gradient_checkpointing_func = keep
+        model(batch(), labels=batch(), use_cache=False)
+        assert kept == ([1] * 4 if layer_group_size == 1 else [1, 3, 1, 3])
+
     def test_checkpointing_with_frozen_embeddings(self, make_model):
         """LoRA-like training (only some weights learn) under reentrant checkpointing still reaches a group's owner."""
         gradients = []

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, CompileConfig
 
 from modeling_egmla import EGMLACache, EGMLAForCausalLM, EGMLAModel
+from modeling_egmla.gate_egmla import token_gates
 from modeling_egmla.mapped_egmla import MappedTensor, write_tensors
 from modeling_egmla.table_egmla import GateRowPool, PlacedTable, narrow, widen
 
@@ -245,6 +246,46 @@ def test_tables_are_those_of_the_variant(make_model, tmp_path, placement):
         assert torch.equal(logits(model), logits(other))
         for path in tmp_path.glob("*.other*"):
             path.unlink()
+
+
+def test_placed_later_from_where_the_model_is_from(make_model, tmp_path):
+    """Tables that are mapped after loading come from the variant and the subfolder that were loaded."""
+    make_model().save_pretrained(tmp_path)
+    other = make_model()
+    for gate in token_gates(other):
+        gate.kv_gate_embed.weight.data.mul_(-2)
+    other.save_pretrained(tmp_path, variant="other")
+    other.save_pretrained(tmp_path / "below" / "sub")
+    for folder, settings in ((tmp_path, {"variant": "other"}), (tmp_path / "below", {"subfolder": "sub"})):
+        model = EGMLAForCausalLM.from_pretrained(folder, **settings)
+        model.place_kv_gates("mmap")
+        assert is_mapped(model) and torch.equal(logits(model), logits(other))
+
+
+def test_gates_of_a_quantised_projection_are_not_written(make_model, tmp_path):
+    """Four-bit weights, packed into bytes, are refused in a sentence before a file is begun."""
+    model = make_model()
+
+    class Linear4bit(torch.nn.Linear):
+        pass
+
+    gate = token_gates(model)[1]
+    gate.kv_gate_proj = Linear4bit(12, 54, bias=False)
+    gate.kv_gate_proj.weight = torch.nn.Parameter(torch.zeros(8, 1, dtype=torch.uint8), requires_grad=False)
+    with pytest.raises(ValueError, match="projection of layer 1 is wrapped by an adapter, quantised"):
+        model.save_kv_gates(tmp_path / "gates")
+    assert not list(tmp_path.iterdir())
+
+
+def test_tables_come_back_as_they_were(make_model):
+    """Placed and put back, tables of a frozen model are frozen; and a size that they have already changes nothing."""
+    model = make_model().requires_grad_(False)
+    model.place_kv_gates("host")
+    values = token_gates(model)[0].kv_gate_embed.weight
+    model.resize_token_embeddings(97)
+    assert token_gates(model)[0].kv_gate_embed.weight.data_ptr() == values.data_ptr()
+    model.place_kv_gates()
+    assert not any(parameter.requires_grad for parameter in model.parameters())
 
 
 @pytest.mark.parametrize("precomputes", [False, True], ids=["projected", "precomputed"])

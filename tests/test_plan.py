@@ -1,5 +1,6 @@
 """`modeling_egmla.plan` counts what models really have and caches really hold, and gives the paper's break-even."""
 
+import copy
 import itertools
 
 import pytest
@@ -232,6 +233,15 @@ def test_totals_are_sums():
     assert precomputed.source_tables == 12 * 50_304 * 256 * 2
     assert precomputed.compared == precomputed.weights + precomputed.cache + precomputed.tables + 309_067_776
     assert planned.to_dict()["model"]["device"] == model.device
+
+
+def test_the_papers_model_has_the_head_and_biases_of_ours():
+    """An untied head, biases and a query rank count for both sides of a comparison, or for neither."""
+    config = copy.copy(BASE)
+    config.tie_word_embeddings = False
+    tied, untied = alternatives(BASE)["MLA-256"], alternatives(config)["MLA-256"]
+    assert untied.parameters.activated - tied.parameters.activated == config.vocab_size * config.hidden_size
+    assert untied.break_even_tokens == tied.break_even_tokens == 66_831
 
 
 def test_shapes_outside_the_paper(make_config):

@@ -38,7 +38,7 @@ from modeling_egmla.training.data import (
     unigram_loss,
 )
 from modeling_egmla.training.plot import loss_differences, plot_runs
-from modeling_egmla.training.recipe import DataRecipe, GateTablesRecipe, ModelRecipe
+from modeling_egmla.training.recipe import REFUSED_ARGUMENTS, DataRecipe, GateTablesRecipe, ModelRecipe
 from modeling_egmla.training.run import build_arguments, build_model, last_checkpoint
 from modeling_egmla.training.trainer import JSONLinesLog
 
@@ -193,6 +193,8 @@ def test_recipe_trains_a_model_that_loads(recipe, tmp_path):
         ("training", {"arguments": {"weight_decay": 0.5}}, "training.weight_decay"),
         ("training", {"arguments": {"include_num_input_tokens_seen": "no"}}, "include_num_input_tokens_seen"),
         ("training", {"arguments": {"hub_token": "hf_abc"}}, "training.arguments.hub_token"),
+        ("training", {"arguments": {"push_to_hub": True}}, "training.arguments.push_to_hub"),
+        ("training", {"arguments": {"resume_from_checkpoint": "x"}}, "training.arguments.resume_from_checkpoint"),
         ("training", {"arguments": {"dataloader_drop_last": True}}, "training.arguments.dataloader_drop_last"),
         ("training", {"arguments": {"save_only_model": True}}, "training.arguments.save_only_model"),
         ("training", {"arguments": {"adam_epsilon": "small"}}, "training.arguments.adam_epsilon"),
@@ -345,8 +347,9 @@ def test_padding_that_became_tokens_is_generated(recipe, start, tmp_path):
 
 
 def test_pushes_are_of_whole_checkpoints(recipe, tmp_path, monkeypatch):
-    """What Trainer pushes during a run has its last name by then, and nothing half-written lies beside it."""
+    """What `EGMLATrainer` pushes during a run has its last name by then, and nothing half-written lies beside it."""
     pushed = []
+    monkeypatch.delitem(REFUSED_ARGUMENTS, "push_to_hub")  # of recipes, whose folder is not what it would push
 
     def push(self, folder):
         assert not (Path(folder).parent / "_partial").exists()
@@ -571,6 +574,25 @@ def test_limited_validation(recipe, tmp_path):
     fewer_train, fewer = split_documents(documents, 0.2, 2)
     assert list(fewer["text"]) == list(validation_text["text"])[:2] and len(validation_text) > 2
     assert list(fewer_train["text"]) == list(train_text["text"])
+
+
+def test_adapters_on_tied_weights_are_refused(recipe, start, tmp_path):
+    """Merged into the embedding, an adapter would change the head that shares its weights, trained without it."""
+    recipe["model"] = recipe["tokenizer"] = {"path": start}
+    recipe["lora"] = {"r": 4, "target_modules": ["q_proj", "embed_tokens"]}
+    with pytest.raises(RecipeError, match=r"`lora\.target_modules`: .*embed_tokens shares its weights"):
+        train(write_recipe(recipe, tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [({"fp16": True}, "fp16"), ({"accelerator_config": {"split_batches": True}}, "split_batches")],
+)
+def test_arguments_that_would_do_something_else_are_refused(recipe, tmp_path, arguments, named):
+    """On a CPU fp16 would leave float32 as it is, and split batches would make smaller steps than the recipe says."""
+    recipe["training"]["arguments"] |= {"use_cpu": True, **arguments}
+    with pytest.raises(RecipeError, match=named):
+        train(write_recipe(recipe, tmp_path))
 
 
 def test_lora_recipe_saves_adapter_and_merged_model(recipe, start, tmp_path):

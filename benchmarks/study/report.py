@@ -155,6 +155,8 @@ def draw_cache(results: dict, path: Path) -> None:
             runs = [results[text, variant, seed] for seed in SEEDS if (text, variant, seed) in results]
             if runs and variant.split("-")[0] == kind:
                 points.append((runs[0]["cache_elements"], estimate([run["validation_loss"] for run in runs])))
+        if not points:
+            continue
         cache, losses = zip(*sorted(points, key=lambda point: point[0]), strict=True)
         errors = [0 if math.isnan(loss.error) else loss.error for loss in losses]
         axes.errorbar(cache, [loss.mean for loss in losses], errors, marker="o", capsize=4, label=kind)

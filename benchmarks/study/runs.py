@@ -163,7 +163,8 @@ def carry_out(run: Run, folder: Path, results: Path, tokenizer: str) -> None:
         ).returncode
     if code:
         raise RuntimeError(f"{run.name}: `{shlex.join(command)}` ended with {code}; see {log}.")
-    write_result(run, recipe, folder, results)
+    if not (results / f"{run.name}.json").exists():  # else only the weights were wanted again
+        write_result(run, recipe, folder, results)
     for checkpoint in (folder / run.name).glob("checkpoint-*"):
         shutil.rmtree(checkpoint)  # tens of megabytes of optimizer state
 

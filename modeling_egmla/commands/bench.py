@@ -11,9 +11,18 @@ from .plan import DEFAULT_PRESET
 
 
 LISTS = "with commas between"
+QUICK = {
+    "prompts": "1024,4096",
+    "batches": "1,4",
+    "dtypes": "bfloat16",
+    "allocators": "default",
+    "steps": 5,
+    "seconds": 5.0,
+}
 
 
 def bench(
+    context: typer.Context,
     model: Annotated[str, typer.Argument(help="Shape: a preset, a folder or a Hub id.")] = DEFAULT_PRESET,
     output: Annotated[
         Path, typer.Option("--output", "-o", metavar="FOLDER", help="Where results are kept and continued.")
@@ -27,7 +36,12 @@ def bench(
     allocators: Annotated[
         str, typer.Option(help=f"default, and retained (glibc keeps freed memory), {LISTS}.")
     ] = "default,retained",
-    systems: Annotated[str, typer.Option(help=f"Which, {LISTS}.")] = "all",
+    systems: Annotated[
+        str,
+        typer.Option(
+            help="Of mha, gqa, mla, our-mla, egmla, egmla-a and egmla-stock; on CUDA egmla-a-fused too, where named."
+        ),
+    ] = "all",
     layers: Annotated[int | None, typer.Option(min=1, help="Measure so many layers in place of all.")] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="By default as many as PyTorch takes.")] = None,
     steps: Annotated[int, typer.Option(min=5, help="Timed steps of each system, after two that are not.")] = 7,
@@ -69,7 +83,10 @@ def bench(
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     threads = threads or torch.get_num_threads()
     if quick:
-        prompts, batches, dtypes, allocators, steps, seconds = "1024,4096", "1,4", "bfloat16", "default", 5, 5.0
+        for name in QUICK:
+            if context.get_parameter_source(name).name == "COMMANDLINE":
+                raise ValueError(f"--quick sets --{name} itself: leave one of the two out.")
+        prompts, batches, dtypes, allocators, steps, seconds = QUICK.values()
         phases, prefill_tokens = "decode,prefill" if phases == "all" else phases, min(prefill_tokens, 1024)
     if device != "cpu":
         allocators = "default"

@@ -25,7 +25,7 @@ DEBUG = "EGMLA_DEBUG"
 Device = Annotated[str | None, typer.Option(help="Where to run: cpu, cuda, ...; by default CUDA where there is any.")]
 Dtype = Annotated[
     Literal["auto", "float32", "bfloat16", "float16"],
-    typer.Option(help="Type of the weights; auto is as they are stored."),
+    typer.Option(help="Type of the weights; auto: what config.json says (in convert: as they are stored)."),
 ]
 Gates = Annotated[
     Literal["projected", "precomputed"],
@@ -41,11 +41,12 @@ PoolRows = Annotated[
 ]
 
 
-def check_size(size: str) -> str:
-    """Raises a usage error if `size` is no number of bytes above 0."""
-    if not re.fullmatch(r"0*[1-9]\d*(\.\d+)?\s*([KMGT]B)?", size.strip(), re.IGNORECASE):
+def check_size(size: str) -> int | str:
+    """`size` as the library takes it, a number for one of bytes; raises a usage error if it is none above 0."""
+    size = size.strip()
+    if not re.fullmatch(r"(?=.*[1-9])(\d+|\d+(\.\d+)?\s*[KMGT]B)", size, re.IGNORECASE):
         raise typer.BadParameter(f"{size!r} is no size: write bytes, or e.g. 500MB or 5GB.")
-    return size
+    return int(size) if size.isdecimal() else size
 
 
 MaxShardSize = Annotated[str, typer.Option(help="Largest weight file.", callback=check_size)]

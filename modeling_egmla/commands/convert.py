@@ -169,8 +169,12 @@ def convert(
         raise ValueError("--calibration-tokens goes with --calibration.")
     if threshold is not None and not check:
         raise ValueError("--threshold bounds what --no-check leaves out: give one of them.")
+    if reference_logits is not None and not check:
+        raise ValueError("--reference-logits is for the check that --no-check leaves out: give one of them.")
     if plan and (target is not None or overwrite):
         raise ValueError("--plan writes nothing: leave TARGET and --overwrite out.")
+    if plan and to != "egmla":
+        raise ValueError("--plan tells what the EG-MLA result would have: leave --to out.")
     gates = GateStart(gate, gate_dim or 256, gate_norm or "layer_norm")
     if plan:
         planned = plan_conversion(
@@ -247,7 +251,7 @@ def plan_table(plan: "ConversionPlan", dtype: str) -> Table:
         f"{parameters.total:,}",
         share(parameters.total, plan.source_parameters),
     )
-    table.add_row("of these gate tables", "0", f"{parameters.tables:,}")
+    table.add_row("of these gate tables", f"{plan.source_tables:,}", f"{parameters.tables:,}")
     table.add_row("cached elements a token", f"{plan.source_cache:,}", f"{cache:,}", share(cache, plan.source_cache))
     table.add_row(f"cache of {tokens:,} tokens, {dtype}", *map(format_bytes, sizes), share(sizes[1], sizes[0]))
     table.add_row("and their ids", "", format_bytes(ids))

@@ -11,16 +11,22 @@ from .train import summary
 
 def distill(
     recipe: Annotated[
-        Path, typer.Argument(exists=True, dir_okay=False, help="YAML recipe, as configuration/recipes/distill-*.yaml.")
+        Path,
+        typer.Argument(
+            exists=True,
+            dir_okay=False,
+            help="YAML recipe; copy configuration/recipes/distill-smollm2.yaml.",
+        ),
     ],
 ) -> None:
     """
-    Train a converted model to say what its source says: its logits, its hidden states, and the text, as weighted.
+    Train a converted model to say what its source says: its logits and its hidden states, and, where the recipe gives
+    it a weight, the text itself.
 
     The same command continues a run that was stopped, from its last checkpoint.
 
     - `egmla convert llama start --latent 128 --gate multiply --calibration text.txt`
-    - `egmla distill distill-smollm2.yaml`
+    - `egmla distill my-distill.yaml`, whose `models` are `start` and `llama`
     """
     need("train", "accelerate", "datasets")
     from accelerate import PartialState

@@ -105,7 +105,7 @@ def _texts(model, tokenizer, paths: list[Path], stride: int | None, batch_size: 
     texts = {}
     for path in paths:
         try:
-            texts[str(path)] = path.read_text(encoding="utf-8")
+            texts[str(path)] = path.read_text(encoding="utf-8-sig")  # a byte-order mark is no text
         except UnicodeDecodeError as error:
             raise ValueError(f"--text {path} is not UTF-8 text: {error}") from error
         if not texts[str(path)]:

@@ -10,7 +10,7 @@ from .common import Dtype, MaxShardSize
 
 def export(
     source: Annotated[Path, typer.Argument(help="Folder of a saved, trained or converted model; or egmla-sotu.")],
-    folder: Annotated[Path, typer.Argument(help="Where to write; its name becomes the card's title.")],
+    folder: Annotated[Path, typer.Argument(help="Where to write; its name becomes the title of a new card.")],
     license: Annotated[
         str | None, typer.Option(help="Licence of the weights for a new card, e.g. apache-2.0; the Hub needs one.")
     ] = None,

@@ -154,7 +154,8 @@ def plan_notes(result: "Plan") -> str:
         )
     notes.append(
         "Workspace is that of decoding by groups of equal ids, on English text. Prefill: what a prompt of the whole "
-        "context needs for a moment beside, when its keys and values are expanded."
+        "context needs for a moment beside, when its keys and values are expanded; on an accelerator every step does "
+        "so, unless model.set_kv_decoding says otherwise."
     )
     if model.traffic_per_token:
         notes.append(

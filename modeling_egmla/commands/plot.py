@@ -23,6 +23,7 @@ def plot(
     - `egmla plot out/egmla-sotu out/mla-sotu`
     """
     need("plot", "matplotlib")
+    need("train", "datasets")
     from ..training.plot import loss_differences, plot_runs, read_losses
 
     runs = [run] if other is None else [run, other]

@@ -4,11 +4,14 @@ import functools
 import importlib.metadata
 import importlib.resources
 import logging
+import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy
+import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
@@ -88,6 +91,10 @@ def load_tasks(names: Sequence[str], num_fewshot: int | None = None) -> dict:
         ValueError: no such task, or one that is defined without solved examples is to have some.
         OSError: the rows cannot be downloaded.
     """
+    # As the harness's simple_evaluate does: some tasks shuffle their choices as they load.
+    random.seed(0)
+    numpy.random.seed(FEWSHOT_SEED)
+    torch.manual_seed(FEWSHOT_SEED)
     with _only_errors("lm_eval", "datasets"):
         manager = _task_manager(include_defaults=not set(names) <= set(local_tasks()))
         if unknown := [name for name in names if not manager.match_tasks([name])]:

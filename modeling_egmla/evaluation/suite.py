@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 import yaml
-from datasets.exceptions import DatasetsError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..files import write_whole
@@ -162,6 +161,8 @@ def _open_results(path: Path, identity: dict[str, Any]) -> dict[str, Any]:
 
 
 def _load(name: str, shots: int) -> dict:
+    from datasets.exceptions import DatasetsError
+
     try:
         return load_tasks([name], shots)
     except (DatasetsError, OSError, ValueError, RuntimeError) as error:  # the last: datasets that are scripts
@@ -204,6 +205,8 @@ def _run_wikitext(model, tokenizer, limit: int | None, batch_size: int) -> dict[
 
 def _run_climbmix(model, tokenizer, limit: int | None, batch_size: int) -> dict[str, Any]:
     """Perplexity of the documents that training by the presets' recipes holds out."""
+    from datasets.exceptions import DatasetsError
+
     from ..training.data import held_out_documents, load_documents
     from ..training.recipe import load_recipe
 

@@ -260,6 +260,10 @@ def distill(recipe_path: str | Path) -> dict[str, Any]:
     identity = identify(recipe.data, text) | hashes
     check_same_start(recipe, identity, checkpoint)
 
+    weights = recipe.distillation
+    if not (weights.logits or weights.labels or student.config.tie_word_embeddings):
+        student.lm_head.requires_grad_(False)  # no loss reads it, for which processes would wait
+
     use_cache, generation = student.config.use_cache, merge_generation(student, tokenizer, "models.student")
     evaluation = {
         "args": arguments,

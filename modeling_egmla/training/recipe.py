@@ -35,6 +35,12 @@ REFUSED_ARGUMENTS = {
     "eval_do_concat_batches": "the validation loss is a mean over all tokens alike",
     "bf16_full_eval": "the teacher of a distillation would be rounded once and for all by its first evaluation",
     "fp16_full_eval": "the teacher of a distillation would be rounded once and for all by its first evaluation",
+    "resume_from_checkpoint": "a run goes on from the last checkpoint of its own folder anyway",
+    "enable_jit_checkpoint": "it gives a checkpoint its name before it is whole",
+    "do_train": "a recipe trains, and nothing reads it",
+    "do_predict": "nothing reads it",
+    "push_to_hub": "the Hub would get checkpoints and not the model that the run ends with; `egmla export` and `egmla "
+    "push` publish that",
     "label_names": "what is predicted is the text itself",
     "hub_token": "a recipe is copied beside the model and published with it; log in with `hf auth login` or HF_TOKEN",
 }

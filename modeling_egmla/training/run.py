@@ -139,15 +139,23 @@ def add_lora(model: EGMLAForCausalLM, lora: dict[str, Any], seed: int):
     Freezes the model and puts trainable adapters on it, by PEFT.
 
     Raises:
-        RecipeError: PEFT refuses the fields, for example since no module has a name of `target_modules`.
+        RecipeError: PEFT refuses the fields, for example since no module has a name of `target_modules`; or an adapter
+            would be on one of two tied weights, and merging it would change both.
     """
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(seed)
     try:
-        return get_peft_model(model, LoraConfig(**{"task_type": "CAUSAL_LM", **lora}))
+        adapted = get_peft_model(model, LoraConfig(**{"task_type": "CAUSAL_LM", **lora}))
     except (TypeError, ValueError) as error:
         raise RecipeError(f"`lora`: {error}") from error
+    tied = [name for name in adapted.targeted_module_names if name.split(".")[-1] in ("embed_tokens", "lm_head")]
+    if model.config.tie_word_embeddings and tied:
+        raise RecipeError(
+            f"`lora.target_modules`: {tied[0]} shares its weights with the other of embed_tokens and lm_head, and the "
+            "merged model would not be the one that was trained. Leave both out."
+        )
+    return adapted
 
 
 def build_arguments(recipe: TrainingRecipe, sequence_length: int) -> TrainingArguments:
@@ -205,6 +213,13 @@ def build_arguments(recipe: TrainingRecipe, sequence_length: int) -> TrainingArg
             f"`training.batch_tokens`: Trainer would give each of {arguments.n_gpu} devices as many tokens as one. "
             f"Start one process for each (`torchrun --nproc-per-node {arguments.n_gpu} --no-python egmla ...`), or "
             "show one device only (CUDA_VISIBLE_DEVICES=0)."
+        )
+    if arguments.fp16 and arguments.use_cpu:
+        raise RecipeError("`training.arguments.fp16`: on a CPU accelerate would leave float32 as it is. Use bf16.")
+    if arguments.accelerator_config.split_batches:
+        raise RecipeError(
+            "`training.arguments.accelerator_config`: `split_batches` would make a step smaller than `batch_tokens` "
+            "on several processes. Leave it out."
         )
     if arguments.use_cpu and (arguments.fsdp or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"):
         raise RecipeError(
@@ -359,6 +374,8 @@ def train_to_the_end(trainer: EGMLATrainer, log: JSONLinesLog, recipe: TrainingR
         trainer.state = TrainerState.load_from_json(os.path.join(checkpoint, "trainer_state.json"))
         best = trainer.state.best_model_checkpoint if trainer.args.load_best_model_at_end else None
         load_checkpoint(trainer.model, best or checkpoint)
+        trainer.state.is_world_process_zero = trainer.is_world_process_zero()  # the file is of the first process
+        trainer.state.is_local_process_zero = trainer.is_local_process_zero()
         log.on_train_begin(trainer.args, trainer.state, trainer.control)
     else:
         trainer.train(resume_from_checkpoint=checkpoint)
