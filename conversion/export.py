@@ -5,11 +5,12 @@ import os
 import re
 from pathlib import Path
 
+import torch
 import yaml
 
 from ..configuration import find_model
 from ..files import new_folder, refuse_place
-from ..loading import stored_dtypes
+from ..loading import in_dtype, stored_dtypes
 from . import cards
 from .verify import (
     VerificationError,
@@ -25,6 +26,7 @@ from .vocabulary import complete_generation_config, load_tokenizer
 
 
 MAX_SHARD_SIZE = "5GB"
+DTYPES = ("float32", "bfloat16", "float16")  # that a card may name
 LICENSE_FILES = ("LICENSE*", "LICENCE*", "NOTICE*")
 
 
@@ -47,7 +49,7 @@ def export(
         source: folder of a model, as `save_pretrained`, a training or a conversion leaves it, or the name of a model
             that ships with the package; only safetensors are read, and no code.
         folder: where to; it may be `source` itself.
-        dtype: e.g. `"bfloat16"`; by default what the source's config.json says.
+        dtype: e.g. `"bfloat16"`; by default what the source's config.json says, stored as the source stores it.
         evaluation: results file of lm-evaluation-harness for the card.
         new_card: write the card anew even if the source has one.
         max_shard_size, overwrite, about: as in [`export_model`].
@@ -55,14 +57,17 @@ def export(
     Raises:
         FileExistsError: `folder` exists, and not `overwrite`.
         VerificationError: the source is no EG-MLA model, or the weights do not fit its config.
-        ValueError: a README.md would be kept that the licence, the evaluation or the dtype does not get into; what
-            [`export_model`] raises.
+        ValueError: a README.md would be kept that lacks the licence or the evaluation, or names another dtype;
+            what [`export_model`] raises.
     """
     source = Path(find_model(str(source)))
     if not source.is_dir():
         raise VerificationError(source, ["there is no such folder. To export from the Hub, `egmla pull` first."])
     check_target(Path(folder), overwrite)
     model = load_model(source, dtype)
+    stored, save_dtype = stored_dtypes(source), str(model.dtype).removeprefix("torch.")
+    if dtype == "auto" and len(stored) == 1 and getattr(torch, *stored).itemsize < model.dtype.itemsize:
+        (save_dtype,) = stored  # narrower than what is computed with, as `egmla train` may store them
     extra_files = [path for pattern in LICENSE_FILES for path in source.glob(pattern)]
     extra_files += [source / name for name in cards.CARD_SOURCES if (source / name).is_file()]
     if (source / "README.md").is_file() and not new_card:
@@ -71,18 +76,20 @@ def export(
                 f"{source} has a README.md, which is kept, so neither a licence nor an evaluation would get into it: "
                 "edit it, or write the card anew with `--new-card`."
             )
-        stored = stored_dtypes(source)
-        if stored != {written := str(model.dtype).removeprefix("torch.")}:
+        text = (source / "README.md").read_text(encoding="utf-8")
+        others = [name for name in DTYPES if name != save_dtype and re.search(rf"\b{name}\b", text)]
+        if others and stored != {save_dtype}:
             raise ValueError(
-                f"{source} has a README.md, which is kept and tells of weights in {' and '.join(sorted(stored))}, but "
-                f"they would be written in {written}: name the dtype with `--dtype`, or write the card anew with "
-                "`--new-card`."
+                f"{source} has a README.md, which is kept and tells of {others[0]}, but the weights, which were "
+                f"stored in {' and '.join(sorted(stored))}, would be in {save_dtype}: edit it, or write the card anew "
+                "with `--new-card`."
             )
         extra_files.append(source / "README.md")
     return export_model(
         model,
         folder,
         load_tokenizer(source),
+        save_dtype=save_dtype,
         max_shard_size=max_shard_size,
         extra_files=extra_files,
         evaluation=evaluation,
@@ -96,6 +103,7 @@ def export_model(
     folder: str | os.PathLike,
     tokenizer=None,
     *,
+    save_dtype: str | None = None,
     max_shard_size: int | str = MAX_SHARD_SIZE,
     extra_files: list[Path] | tuple[Path, ...] = (),
     evaluation: str | os.PathLike | None = None,
@@ -111,6 +119,7 @@ def export_model(
         model: one of this package's models.
         folder: where to.
         tokenizer: its tokenizer, if it has one. Ids without a token are then kept from being generated.
+        save_dtype: of the stored weights; config.json keeps that of the model. By default the model's.
         max_shard_size: of a weights file, e.g. `"5GB"` or a number of bytes.
         extra_files: licence files, sources of the card ([`cards.CARD_SOURCES`]), or a README.md in place of a new
             card.
@@ -134,7 +143,7 @@ def export_model(
     folder = Path(folder)
     check_target(folder, overwrite)
     with new_folder(folder, overwrite=overwrite) as staging:
-        _write_model(model, staging, tokenizer, max_shard_size)
+        _write_model(model, staging, tokenizer, save_dtype, max_shard_size)
         for path in extra_files:
             _copy_without_paths(path, staging / path.name)
         if evaluation is not None:
@@ -170,9 +179,12 @@ def check_target(folder: Path, overwrite: bool) -> None:
         raise FileExistsError(f"{folder} holds {unknown[0]}, which would be lost: move it away first.")
 
 
-def _write_model(model, folder: Path, tokenizer, max_shard_size: int | str) -> None:
+def _write_model(model, folder: Path, tokenizer, save_dtype: str | None, max_shard_size: int | str) -> None:
     """Weights, config, code, generation config and tokenizer, by the library's own `save_pretrained`."""
-    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    state_dict = None
+    if save_dtype is not None and getattr(torch, save_dtype) != model.dtype:
+        state_dict = in_dtype(model.state_dict(), getattr(torch, save_dtype))
+    model.save_pretrained(folder, state_dict=state_dict, max_shard_size=max_shard_size)
 
     if tokenizer is None:
         return

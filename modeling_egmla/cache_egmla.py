@@ -122,9 +122,9 @@ class GrowingTensor:
         new.buffer, new.owns_buffer = change(self.filled), False
         return new
 
-    def move(self, device: torch.device | str) -> None:
+    def move(self, device: torch.device | str, non_blocking: bool = True) -> None:
         """Moves the buffer, with its room, to `device`."""
-        self.buffer = self.buffer.to(device, non_blocking=True)
+        self.buffer = self.buffer.to(device, non_blocking=non_blocking)
 
 
 class _MovesTogether:
@@ -183,6 +183,8 @@ class _MovesTogether:
 
     def _crop_derived(self) -> None:
         self.token_groups = []
+        if not self.statistics:
+            return  # and of a static cache elsewhere than on a CPU, whose length is not on the host
         length = int(self.get_seq_length())
         if length == 0:
             self.statistics = {}  # what comes next may have another number of rows
@@ -255,8 +257,8 @@ class EGMLALayer(_MovesTogether, DynamicLayer):
 
     def offload(self) -> None:
         self.forget_derived()
-        for stream in self.streams.values():
-            stream.move("cpu")
+        for name, stream in self.streams.items():
+            stream.move("cpu", non_blocking=name != "token_ids")  # which the host reads at once, in the same layer
 
     def prefetch(self) -> None:
         self.forget_derived()

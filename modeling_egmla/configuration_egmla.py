@@ -176,13 +176,16 @@ class EGMLAConfig(PreTrainedConfig):
         As the library's; `kwargs` override fields, and are checked like them. `rope_parameters` without a type or a
         base have the default type and the checkpoint's base.
         """
-        rope = kwargs.get("rope_parameters")
-        if isinstance(rope, dict):
-            theta = (config_dict.get("rope_parameters") or config_dict).get("rope_theta")
-            rope = rope if "type" in rope else {"rope_type": "default", **rope}
-            kwargs["rope_parameters"] = rope if theta is None else {"rope_theta": theta, **rope}
+        rope = kwargs.pop("rope_parameters", None)
         loaded = super().from_dict(config_dict, **kwargs)
-        (loaded[0] if isinstance(loaded, tuple) else loaded).check()
+        config = loaded[0] if isinstance(loaded, tuple) else loaded
+        if isinstance(rope, dict):
+            rope = {"rope_type": rope.get("type", "default"), **rope}
+            rope.pop("type", None)
+            rope = {"rope_theta": config.rope_parameters["rope_theta"], **rope}
+        if rope is not None:
+            config.rope_parameters = rope
+        config.check()
         return loaded
 
     @property

@@ -65,7 +65,7 @@ def select_decoding(attention: nn.Module, query_BHSK: torch.Tensor, mask: torch.
     `attention.kv_decoding` names it, or leaves it to measurements on CPUs ("auto", see docs/decoding.md); one that
     cannot be used gives way to one that can. "grouped" and "fused" read weights, which must be torch's own, and are
     not compiled; none knows gradients, autocast, masks other than those of `sdpa`, or a cache whose filled length is
-    not on the host.
+    not on the host. A prompt of more than a few tokens is expanded, and grouping is for a few new tokens.
     """
     wanted, S = attention.kv_decoding, query_BHSK.shape[2]
     if (
@@ -86,7 +86,7 @@ def select_decoding(attention: nn.Module, query_BHSK: torch.Tensor, mask: torch.
         return "expanded"
     length = layer.get_max_length() if is_compiling else int(layer.get_seq_length())
     if length == S > MAX_QUERIES_TILES:
-        return "expanded"  # a prompt: there is no history to spare
+        return "expanded"  # a prompt: all is new, so nothing is spared
     if wanted == "auto":
         if query_BHSK.device.type != "cpu":
             return "expanded"  # grouping and tiles are many small calls; nothing was measured elsewhere

@@ -164,9 +164,11 @@ class TokenGate(nn.Module):
             return
         self._kv_gate_table = None
         if vocab_size > rows.shape[0]:
-            wide = (rows.cpu() if rows.device.type == "mps" else rows).double()  # which MPS has not
-            new_row = wide.mean(0) if self.kv_gate == "multiply" else wide.new_zeros(rows.shape[1])
-            added = new_row.to(rows.device, rows.dtype).expand(vocab_size - rows.shape[0], -1)
+            new_row = rows.new_zeros(rows.shape[1])
+            if self.kv_gate == "multiply":
+                wide = rows.cpu() if rows.device.type == "mps" else rows  # MPS has no float64
+                new_row = wide.double().mean(0).to(rows.device, rows.dtype)
+            added = new_row.expand(vocab_size - rows.shape[0], -1)
             embedding.weight.data = torch.cat((rows, added))
         else:
             embedding.weight.data = rows[:vocab_size].clone()

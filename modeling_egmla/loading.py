@@ -42,6 +42,12 @@ def stored_dtypes(folder: Path) -> set[str]:
     return {str(FILE_DTYPES.get(dtype, dtype)).removeprefix("torch.") for _, dtype in _stored(folder)}
 
 
+def in_dtype(state_dict: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """The weights in another precision; those that are tied are still one tensor, which is then saved once."""
+    made = {}
+    return {name: made.setdefault(weight.data_ptr(), weight.to(dtype)) for name, weight in state_dict.items()}
+
+
 def _stored(folder: Path) -> list[tuple[str, str]]:
     """Names of a folder's tensors and their types, in safetensors' words."""
     return [

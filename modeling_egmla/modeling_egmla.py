@@ -329,11 +329,11 @@ class EGMLAPreTrainedModel(EGMLAGatePlacement, PreTrainedModel):
 
         Args:
             decoding: `"auto"` chooses by size, as measured on CPUs, and on other devices is `"expanded"`, which makes
-                keys and values of the whole history, as prefill does; `"tiles"` makes them piece by piece, in bounded
-                memory. `"grouped"` makes none: it takes the query to the latents, once for each distinct token id;
-                with an adapter on `kv_b_proj`, with quantised or offloaded weights, or compiled, it gives way to
-                `"tiles"`. `"fused"` is a Triton kernel for one new token, on CUDA, whose speed is not measured yet;
-                it gives way as `"grouped"` does, and where gate tables are placed, narrowed or wrapped. In training,
+                keys and values of the whole history, as every prompt does; `"tiles"` makes them piece by piece, in
+                bounded memory. `"grouped"` makes none: it takes the query to the latents, once for each distinct id;
+                with more than 16 new tokens, an adapter on `kv_b_proj`, quantised or offloaded weights, or compiled,
+                it gives way to `"tiles"`. `"fused"` is a Triton kernel for one new token, on CUDA, not timed yet; it
+                gives way as `"grouped"` does, and where gate tables are placed, narrowed or wrapped. In training,
                 where gradients are recorded, under autocast and with attention implementations other than `sdpa`, all
                 is `"expanded"`.
 

@@ -90,10 +90,11 @@ class EGMLAGatePlacement:
         with nullcontext() if kv_gates is None else tables_left_out():
             loaded = super().from_pretrained(pretrained_model_name_or_path, *model_args, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
-        names = ("revision", "variant", "subfolder", "cache_dir")
-        source = {name: kwargs[name] for name in names if kwargs.get(name) is not None}
         # What was just loaded is on this machine, so neither the network nor a token is needed to read it again.
-        model._loaded_from = {"checkpoint": pretrained_model_name_or_path, "local_files_only": True, **source}
+        model._loaded_from = {"checkpoint": model.name_or_path, "local_files_only": True}
+        if model.name_or_path == str(pretrained_model_name_or_path):  # and not an adapter's, whose base was loaded
+            names = ("revision", "variant", "subfolder", "cache_dir")
+            model._loaded_from |= {name: kwargs[name] for name in names if kwargs.get(name) is not None}
         if kv_gates is not None:
             model.place_kv_gates(**kv_gates)
         return loaded
@@ -152,7 +153,7 @@ class EGMLAGatePlacement:
                 ones, and the tables behind them keep their values.
             pool_rows: rows a layer that stay on the device. Enough for the distinct ids of all sequences at once, or
                 the rest is brought over again at every step.
-            checkpoint: folder or Hub id to read tables from; by default what the model was loaded from.
+            checkpoint: folder or Hub id to read tables from, at its main revision; by default what was loaded.
             gates_file: file that [`~EGMLAPreTrainedModel.save_kv_gates`] wrote; its precomputed gates are used, as
                 after `precompute_kv_gates()`. Only with `"mmap"`.
 

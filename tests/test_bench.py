@@ -14,7 +14,7 @@ from transformers import DynamicCache
 from typer.testing import CliRunner
 
 from modeling_egmla.benchmark import schedule, systems, worker
-from modeling_egmla.benchmark.cells import BrokenCellError, Cell, Results, write_json
+from modeling_egmla.benchmark.cells import BrokenCellError, Cell, Results, is_settled, write_json
 from modeling_egmla.benchmark.floor import Rates, least_work, measure_rates
 from modeling_egmla.benchmark.systems import ALL_SYSTEMS, LABELS, Shape
 from modeling_egmla.benchmark.text import text, token_ids
@@ -38,7 +38,7 @@ def bench(monkeypatch):
     monkeypatch.setattr(schedule, "measure_rates", lambda *args: RATES)
 
     def run(*arguments, exit_code=0):
-        result = CliRunner().invoke(app, ["bench", *(str(argument) for argument in arguments)])
+        result = CliRunner().invoke(app, ["bench", "--device", "cpu", *(str(argument) for argument in arguments)])
         assert result.exit_code == exit_code, result.output
         return result.stderr if exit_code else result.stdout
 
@@ -62,7 +62,7 @@ def measured(model, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("COLUMNS", "200")
         patch.setattr(schedule, "measure_rates", lambda *args: RATES)
-        result = CliRunner().invoke(app, ["bench", *map(str, options)])
+        result = CliRunner().invoke(app, ["bench", "--device", "cpu", *map(str, options)])
     assert result.exit_code == 0, result.output
     return folder, options, result.stdout
 
@@ -210,6 +210,7 @@ def test_other_machines_are_refused(measured, bench):
         (["--batches", "0"], "--batches takes whole numbers"),
         (["--report"], "holds no results"),
         (["mla-base-kv256"], "`kv_gate` is 'none'"),
+        (["--device", "cuda:1"], "--device takes cpu or cuda"),
         (["--quick", "--dtypes", "float32"], "--quick sets --dtypes itself"),
         (["--systems", "egmla-a-fused"], "--systems egmla-a-fused is a kernel for CUDA"),
     ],
@@ -218,6 +219,44 @@ def test_errors(bench, tmp_path, arguments, message):
     """What cannot be measured is said in a sentence, before anything is."""
     assert message in bench("--output", tmp_path, *arguments, exit_code=1)
     assert not list(tmp_path.iterdir())
+
+
+def test_one_systems_failure_is_its_own():
+    """Too little memory, or a kernel that cannot be built here, costs that system alone, and is tried again."""
+    job = worker.Job("", {}, {}, None, "cpu", 1, 5, 60, [])
+
+    def fail(error):
+        raise error
+
+    calls = {"mha": lambda: None, "egmla-a-fused": lambda: fail(RuntimeError("no C compiler\nat all"))}
+    calls["mla"] = lambda: fail(torch.OutOfMemoryError("too much"))
+    timed = worker.take_turns(calls, job)
+    assert len(timed["mha"]["seconds"]) == 5
+    assert timed["egmla-a-fused"] == {"skipped": "RuntimeError: no C compiler", "needs": 0}
+    assert "too much" in timed["mla"]["skipped"] and not is_settled(timed["mla"], 60)
+    with pytest.raises(RuntimeError, match="a fault"):
+        worker.take_turns({"mha": lambda: fail(RuntimeError("a fault"))}, job)
+
+
+def test_rates_of_every_dtype_are_kept(tmp_path, monkeypatch):
+    """A folder that is continued in another precision still has the rate of the first."""
+    asked = []
+    monkeypatch.setattr(schedule, "measure_rates", lambda device, dtypes: asked.append(dtypes) or RATES)
+    monkeypatch.setattr(schedule, "write_json", lambda path, content: path.write_text(json.dumps(content)))
+    machine = {"environment": {}, "rates": {"bandwidth": 1.0, "operations": {"bfloat16": 1.0}}}
+    (tmp_path / "machine.json").write_text(json.dumps(machine))
+    schedule.open_results(tmp_path, {}, "cpu", ["float32"], lambda line: None)
+    assert asked == [["bfloat16", "float32"]]
+
+
+@pytest.mark.parametrize("name", ["our-mla", "egmla", "egmla-a"])
+def test_floor_of_expanding(shape, name):
+    """Where our models expand the history, their floor is that of expanding it, with the gate of every token."""
+    ids = token_ids(CELL.batch, CELL.prompt, shape.config.vocab_size)
+    grouped, expanded = (least_work(shape, name, CELL, ids, expands=expands)[1] for expands in (False, True))
+    assert expanded.bytes > grouped.bytes
+    if name == "our-mla":
+        assert expanded == least_work(shape, "mla", CELL, ids)[1]
 
 
 def test_what_does_not_fit_is_skipped(tmp_path, shape, bench, model, monkeypatch):

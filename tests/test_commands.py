@@ -218,12 +218,14 @@ def test_demo_without_extras(egmla, folder, tmp_path, monkeypatch):
     assert "pip install 'egmla[eval]'" in egmla("eval", folder, exit_code=1)
 
 
+@pytest.mark.slow
 def test_publishing_needs_no_extra(tmp_path):
     """Everything but what an extra is for is imported where no extra is installed."""
     absent = ("accelerate", "datasets", "hf_xet", "lm_eval", "matplotlib", "peft", "triton", "trl")
     code = (
         f"import sys; sys.modules.update(dict.fromkeys({absent}))\n"
         "import modeling_egmla.commands, modeling_egmla.plan, modeling_egmla.benchmark.report\n"
+        "import modeling_egmla.evaluation.suite\n"
         "from modeling_egmla.conversion import cards, converter, export, hub, verify\n"
         "print(modeling_egmla.EGMLAForCausalLM.__name__)"
     )

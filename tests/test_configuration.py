@@ -273,7 +273,13 @@ class TestFields:
         EGMLAConfig(rope_parameters={"rope_type": "default", "rope_theta": 5e5}).save_pretrained(tmp_path)
         loaded = EGMLAConfig.from_pretrained(tmp_path, rope_parameters=rope).rope_parameters
         assert loaded["rope_theta"] == rope.get("rope_theta", 5e5)
-        assert loaded.get("rope_type", loaded.get("type")) == ("linear" if "factor" in rope else "default")
+        assert loaded["rope_type"] == ("linear" if "factor" in rope else "default")
+        written = json.loads((tmp_path / "config.json").read_text())
+        del written["rope_parameters"]
+        for base in ({}, {"rope_theta": 5e5}):
+            (tmp_path / "config.json").write_text(json.dumps(written | base))
+            loaded = EGMLAConfig.from_pretrained(tmp_path, rope_parameters=rope).rope_parameters
+            assert loaded["rope_theta"] == rope.get("rope_theta", base.get("rope_theta", 10000.0))
 
     def test_configs_share_nothing(self):
         """Changing one config's rotary settings changes no other's."""

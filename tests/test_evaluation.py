@@ -4,7 +4,9 @@ import copy
 import hashlib
 import json
 import math
+import random
 
+import numpy
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -114,6 +116,37 @@ def test_suite_without_network(model, tokenizer):
     assert {score.rows for score in results} == {5}
     accuracy = next(score for score in results if score.metric == "acc")
     assert 0 <= accuracy.value <= 1 and accuracy.stderr > 0
+
+
+def test_random_numbers_are_the_harnesss(monkeypatch):
+    """Tasks that shuffle as they load do so as under the harness's own command, and the caller's numbers go on."""
+    drawn = []
+
+    def draw():
+        return random.random(), numpy.random.rand(), torch.rand(1).item()
+
+    def seed(python, others):
+        random.seed(python)
+        numpy.random.seed(others)
+        torch.manual_seed(others)
+
+    class Manager:
+        def match_tasks(self, names):
+            return names
+
+        def load(self, names):
+            drawn.append(draw())
+            return {"tasks": {}}
+
+    monkeypatch.setattr("modeling_egmla.evaluation.harness._task_manager", lambda include_defaults: Manager())
+    seed(5, 5)
+    expected = draw()
+    seed(5, 5)
+    load_tasks(["a"])
+    assert draw() == expected
+    load_tasks(["a"])
+    seed(0, 1234)
+    assert drawn == 2 * [draw()]
 
 
 @pytest.mark.slow  # reads all task files of the harness

@@ -372,11 +372,26 @@ def test_export_again_keeps_all(folder, tmp_path):
     assert verify(folder) and (folder / "README.md").read_text().endswith("Edited.\n")
     with pytest.raises(ValueError, match="--new-card"):
         export(folder, tmp_path / "third", license="mit")
-    with pytest.raises(ValueError, match="tells of weights in float32, but they would be written in bfloat16"):
+    with pytest.raises(
+        ValueError, match="tells of float32, but the weights, which were stored in float32, would be in bf"
+    ):
         export(folder, tmp_path / "third", dtype="bfloat16")
     third = export(folder, tmp_path / "third", license="mit", new_card=True, dtype="bfloat16")
     assert "license: mit" in (third / "README.md").read_text()
     assert json.loads((third / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_weights_are_stored_as_they_were(tmp_path):
+    """The embedded model, stored in bfloat16 and computed with in float32, is exported as just that, card and all."""
+    again = export("egmla-sotu", tmp_path / "again")
+    source = Path(modeling_egmla.preset_path())
+    assert json.loads((again / "config.json").read_text())["dtype"] == "float32"
+    for name, weight in load_file(source / "model.safetensors").items():
+        exported = load_file(again / "model.safetensors")[name]
+        assert exported.dtype == torch.bfloat16 and torch.equal(exported, weight)
+    assert (again / "README.md").read_text() == (source / "README.md").read_text()
+    with pytest.raises(ValueError, match=r"tells of bfloat16, .* would be in float32"):
+        export("egmla-sotu", tmp_path / "wide", dtype="float32")
 
 
 def test_places_that_cannot_be_replaced(folder, tmp_path, monkeypatch):

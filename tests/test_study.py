@@ -72,9 +72,9 @@ def test_errors_are_of_differences_within_a_seed(scripts, tmp_path):
     assert difference.mean == pytest.approx(-0.1) and difference.error == pytest.approx(0, abs=1e-12)
     start = scripts.report.compare(results, "sotu", "egmla", "mla", tokens=0)
     assert start.mean == 0 and start.half_width == 0, "every loss is 5 before training"
-    assert difference.half_width == pytest.approx(4.303 * difference.error)
     alone = scripts.report.estimate([4.0, 4.2, 4.4])
     assert alone.error == pytest.approx(0.2 / math.sqrt(3))
+    assert alone.half_width == pytest.approx(4.303 * 0.2 / math.sqrt(3))
     assert math.isnan(scripts.report.compare(results, "sotu", "egmla-add", "mla").error)
     table = scripts.report.table(results, "ablation", {})
     assert "| 1 | 4.1000 (one seed)" in table and "Not run yet: `egmla-no-norm`." in table

@@ -101,8 +101,10 @@ def compare(
         raise typer.BadParameter(f"No loss was measured after {tokens} tokens.", param_hint="--tokens") from None
     if difference is None:
         raise typer.BadParameter(f"No seed has both {variant!r} and {reference!r} on {text!r} in {RESULTS}.")
-    low, high = difference.mean - difference.half_width, difference.mean + difference.half_width
     console.print(f"{variant} less {reference}: {difference} nats a token, {difference.seeds} seeds")
+    if difference.seeds == 1:
+        return
+    low, high = difference.mean - difference.half_width, difference.mean + difference.half_width
     console.print(f"95 %: {low:.4f} to {high:.4f} (± {difference.half_width:.4f})")
 
 

@@ -161,7 +161,8 @@ def draw_cache(results: dict, path: Path) -> None:
         errors = [0 if math.isnan(loss.error) else loss.error for loss in losses]
         axes.errorbar(cache, [loss.mean for loss in losses], errors, marker="o", capsize=4, label=kind)
     axes.set_xscale("log", base=2)
-    axes.set_xticks(cache, [str(count) for count in cache])
+    ticks = sorted({run["cache_elements"] for (_, variant, _), run in results.items() if variant in variants})
+    axes.set_xticks(ticks, [str(count) for count in ticks])
     axes.set(xlabel="cache elements a token", ylabel="validation loss, nats a token", title=title)
     axes.legend(title="mean and standard error")
     axes.grid(alpha=0.3)

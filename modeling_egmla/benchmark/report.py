@@ -141,7 +141,8 @@ class Report:
     def floor(self, cell: Cell, name: str) -> float:
         """Seconds that a system needs at least in a cell."""
         ids = token_ids(cell.batch, cell.prompt, self.shape.config.vocab_size)
-        return sum(work.seconds(self.rates, cell.dtype) for work in least_work(self.shape, name, cell, ids))
+        works = least_work(self.shape, name, cell, ids, expands="device" in self.environment)
+        return sum(work.seconds(self.rates, cell.dtype) for work in works)
 
     def cache_table(self) -> Table:
         """What caches hold after the steps of decoding, and what is kept beside them."""
@@ -227,8 +228,9 @@ class Report:
 
     def memory_table(self) -> Table:
         """Memory of the process of each system, a row for each cell."""
-        title = "Memory, each system in a process of its own"
-        heads = ("weights", "tables", "gates", "cache", "workspace kept", "transient", "peak of the process")
+        title, on_device = "Memory, each system in a process of its own", "device" in self.environment
+        heads = ("weights", "tables", "gates", "cache", "workspace kept", "transient")
+        heads += ("peak" if on_device else "peak of the process",)
         table = plain_table(title, "", "dtype", "batch x tokens", *heads)
         for cell, systems in self.cells.items():
             if cell.phase != "memory":
@@ -250,6 +252,8 @@ class Report:
                     )
             table.add_section()
         table.caption = "Peak and transient while decoding; the peak has what Python and its libraries take."
+        if on_device:
+            table.caption = "Peak and transient while decoding, of tensors on the device."
         table.caption_justify = "left"
         return table
 
@@ -355,7 +359,7 @@ class Report:
             axes.spines[["top", "right"]].set_visible(False)
         handles, labels = panels[1].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
-        machine = self.environment.get("cpu") or self.environment.get("device")
+        machine = self.environment.get("device") or self.environment.get("cpu")
         figure.suptitle(
             f"{self.environment['preset'] or 'A shape of its own'}, {dtype}, {allocator} allocation, {machine}, "
             f"{self.environment['threads']} threads; below: batch, and prompt where it begins",

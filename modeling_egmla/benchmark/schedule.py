@@ -46,14 +46,13 @@ MEMORY_SHARE = 0.9  # of what is available that a cell may take
 
 def describe(config: EGMLAConfig, layers: int, device: str, threads: int) -> dict:
     """The environment that results carry: machine without its name, versions, shape, date."""
-    if device == "cpu":
-        machine = {
-            "cpu": _cpu_name(),
-            "instructions": torch.backends.cpu.get_cpu_capability(),
-            "cores": os.cpu_count(),
-        }
-    else:
-        machine = {"device": torch.cuda.get_device_name(device)}
+    machine = {
+        "cpu": _cpu_name(),
+        "instructions": torch.backends.cpu.get_cpu_capability(),
+        "cores": os.cpu_count(),
+    }
+    if device != "cpu":
+        machine["device"] = torch.cuda.get_device_name(device)
     preset = next((name for name, fields in PRESETS.items() if fields.items() <= config.to_dict().items()), None)
     return {
         **machine,
@@ -109,9 +108,10 @@ def open_results(
                     f"{folder} holds results with {field} {there}, and here it is {here}: name another folder with "
                     "--output, or remove that one."
                 )
-    if known is None or not set(dtypes) <= set(known["rates"]["operations"]):
+    measured = set(known["rates"]["operations"]) if known is not None else set()
+    if not set(dtypes) <= measured:
         say("Measuring bandwidth and matrix products of this machine")
-        rates = measure_rates(device, dtypes)
+        rates = measure_rates(device, sorted(measured | set(dtypes)))
         write_json(results.machine_file, {"environment": environment, "rates": rates.to_dict()})
     return results
 

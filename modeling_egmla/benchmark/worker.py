@@ -21,7 +21,7 @@ from transformers.cache_utils import Cache
 from ..configuration_egmla import EGMLAConfig
 from .cells import Cell, Results
 from .floor import synchronize
-from .systems import Shape, build_model, cache_bytes, filled_cache, new_cache, weight_bytes
+from .systems import FUSED, Shape, build_model, cache_bytes, filled_cache, new_cache, weight_bytes
 from .text import token_ids
 
 
@@ -108,12 +108,19 @@ def take_turns(calls: dict, job: Job) -> dict[str, dict]:
     """
     Times each call twice and then `job.steps` times, one after the other.
 
-    Returns for each its `first` seconds and the list `seconds`, or why it was `skipped`.
+    Returns for each its `first` seconds and the list `seconds`, or why it was `skipped`: it takes too long, or fails
+    at once for want of memory, or since its kernel cannot be built here.
     """
     clock, first, seconds = Clock(job.device), {}, {name: [] for name in calls}
     skipped = {}
     for name, call in calls.items():
-        first[name] = clock(call)
+        try:
+            first[name] = clock(call)
+        except Exception as error:
+            if not (isinstance(error, torch.OutOfMemoryError) or name == FUSED):
+                raise
+            skipped[name] = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+            continue
         again = clock(call) if first[name] * job.steps > job.seconds else 0.0
         if again * job.steps > job.seconds:
             skipped[name] = f"one takes {again:.1f} s, {job.steps} of them more than {job.seconds:g} s"
@@ -125,6 +132,8 @@ def take_turns(calls: dict, job: Job) -> dict[str, dict]:
                 seconds[name].append(clock(call))
     return {
         name: {"skipped": skipped[name], "first": first[name], "limit": job.seconds}
+        if name in skipped and name in first
+        else {"skipped": skipped[name], "needs": 0}  # to be tried again
         if name in skipped
         else {"first": first[name], "seconds": seconds[name]}
         for name in calls

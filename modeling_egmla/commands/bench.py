@@ -39,7 +39,8 @@ def bench(
     systems: Annotated[
         str,
         typer.Option(
-            help="Of mha, gqa, mla, our-mla, egmla, egmla-a and egmla-stock; on CUDA egmla-a-fused too, where named."
+            help=f"Of mha, gqa, mla, our-mla, egmla, egmla-a, egmla-stock and, on CUDA, egmla-a-fused, {LISTS}; all "
+            "but the last unless some are named."
         ),
     ] = "all",
     layers: Annotated[int | None, typer.Option(min=1, help="Measure so many layers in place of all.")] = None,
@@ -81,12 +82,15 @@ def bench(
     config = load_config(model)
     shape = Shape.of(config, layers)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device not in ("cpu", "cuda"):
+        raise ValueError("--device takes cpu or cuda; of several GPUs CUDA_VISIBLE_DEVICES=1, say, chooses one.")
     threads = threads or torch.get_num_threads()
     if quick:
         for name in QUICK:
             if context.get_parameter_source(name).name == "COMMANDLINE":
                 raise ValueError(f"--quick sets --{name} itself: leave one of the two out.")
-        prompts, batches, dtypes, allocators, steps, seconds = QUICK.values()
+        prompts, batches, dtypes, allocators = (QUICK[name] for name in ("prompts", "batches", "dtypes", "allocators"))
+        steps, seconds = QUICK["steps"], QUICK["seconds"]
         phases, prefill_tokens = "decode,prefill" if phases == "all" else phases, min(prefill_tokens, 1024)
     if device != "cpu":
         allocators = "default"
@@ -94,6 +98,8 @@ def bench(
     chosen_systems = list(ALL_SYSTEMS) if systems == "all" else _choices("--systems", systems, tuple(LABELS))
     if FUSED in chosen_systems and device == "cpu":
         raise ValueError(f"--systems {FUSED} is a kernel for CUDA, and cannot be measured on a CPU.")
+    if FUSED in chosen_systems and torch.cuda.get_device_capability() < (8, 0):
+        raise ValueError(f"--systems {FUSED} needs compute capability 8.0, and this device has less.")
     chosen_dtypes = _choices("--dtypes", dtypes, ("bfloat16", "float32"))
     chosen_allocators = _choices("--allocators", allocators, ALLOCATORS)
     sizes = sorted(

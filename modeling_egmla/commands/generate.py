@@ -1,5 +1,7 @@
 """`egmla generate`: text from a model, and what its cache holds meanwhile."""
 
+import itertools
+import statistics
 import sys
 import time
 from pathlib import Path
@@ -159,10 +161,10 @@ def generate_and_report(
 
 
 def speed(times: list[float], new_tokens: int) -> str:
-    """What the moments at which prompt and tokens came say about speed."""
-    prefill, decoding = times[1] - times[0], times[-1] - times[1]
+    """What the moments at which prompt and tokens came say about speed: of the median token, since one may compile."""
+    prefill, *steps = (after - before for before, after in itertools.pairwise(times))
     said = f"{new_tokens} tokens; the first after {1000 * prefill:,.0f} ms"
-    return f"{said}, then {(new_tokens - 1) / decoding:,.1f} tokens a second" if new_tokens > 1 else said
+    return f"{said}, then {1 / statistics.median(steps):,.1f} tokens a second" if steps else said
 
 
 def cache_table(config, cache) -> "Table":

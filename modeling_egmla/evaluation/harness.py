@@ -68,6 +68,21 @@ def _only_errors(*names: str) -> Iterator[None]:
             logger.setLevel(level)
 
 
+@contextmanager
+def _random_numbers_of_the_harness() -> Iterator[None]:
+    """Random numbers as the harness's own command seeds them, which some tasks shuffle by; then the caller's again."""
+    states = random.getstate(), numpy.random.get_state()
+    with torch.random.fork_rng():
+        random.seed(0)
+        numpy.random.seed(FEWSHOT_SEED)
+        torch.manual_seed(FEWSHOT_SEED)
+        try:
+            yield
+        finally:
+            random.setstate(states[0])
+            numpy.random.set_state(states[1])
+
+
 @functools.cache
 def _task_manager(include_defaults: bool):
     """What knows the task files. Reading the harness's thousands takes a while, so it is done once, and if need be."""
@@ -91,11 +106,7 @@ def load_tasks(names: Sequence[str], num_fewshot: int | None = None) -> dict:
         ValueError: no such task, or one that is defined without solved examples is to have some.
         OSError: the rows cannot be downloaded.
     """
-    # As the harness's simple_evaluate does: some tasks shuffle their choices as they load.
-    random.seed(0)
-    numpy.random.seed(FEWSHOT_SEED)
-    torch.manual_seed(FEWSHOT_SEED)
-    with _only_errors("lm_eval", "datasets"):
+    with _only_errors("lm_eval", "datasets"), _random_numbers_of_the_harness():
         manager = _task_manager(include_defaults=not set(names) <= set(local_tasks()))
         if unknown := [name for name in names if not manager.match_tasks([name])]:
             raise ValueError(
@@ -125,7 +136,7 @@ def run_tasks(
     batch_size: int = 8,
 ) -> dict:
     """Runs what [`load_tasks`] loaded; arguments and result as of [`evaluate`]."""
-    with _only_errors("lm_eval", "datasets"):
+    with _only_errors("lm_eval", "datasets"), _random_numbers_of_the_harness():
         import lm_eval
         from lm_eval.models.huggingface import HFLM
 

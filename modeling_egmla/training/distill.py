@@ -262,7 +262,7 @@ def distill(recipe_path: str | Path) -> dict[str, Any]:
 
     weights = recipe.distillation
     if not (weights.logits or weights.labels or student.config.tie_word_embeddings):
-        student.lm_head.requires_grad_(False)  # no loss reads it, for which processes would wait
+        student.lm_head.requires_grad_(False)  # no loss reads it, and DDP would wait for its gradient
 
     use_cache, generation = student.config.use_cache, merge_generation(student, tokenizer, "models.student")
     evaluation = {

@@ -33,7 +33,7 @@ from ..configuration_egmla import SPECIAL_IDS, EGMLAConfig
 from ..conversion.vocabulary import ids_without_token, suppressed_ids
 from ..files import write_whole
 from ..gate_egmla import gate_table_parameters
-from ..loading import misfits
+from ..loading import in_dtype, misfits
 from ..modeling_egmla import EGMLAForCausalLM
 from .data import (
     bits_per_byte,
@@ -257,10 +257,7 @@ def save_final(trainer: EGMLATrainer, tokenizer, recipe: TrainingRecipe, generat
     if unused:
         settings["suppress_tokens"] = sorted(unused)
     model.generation_config = GenerationConfig(**{**generation, **settings})
-    dtype = getattr(torch, recipe.save_dtype)
-    stored = {}  # One tensor for weights that are tied, which are then saved once.
-    state_dict = {name: stored.setdefault(weight.data_ptr(), weight.to(dtype)) for name, weight in state_dict.items()}
-    model.save_pretrained(folder, state_dict=state_dict)
+    model.save_pretrained(folder, state_dict=in_dtype(state_dict, getattr(torch, recipe.save_dtype)))
     tokenizer.save_pretrained(folder)
 
 
