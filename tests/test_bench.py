@@ -245,7 +245,7 @@ def test_rates_of_every_dtype_are_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(schedule, "write_json", lambda path, content: path.write_text(json.dumps(content)))
     machine = {"environment": {}, "rates": {"bandwidth": 1.0, "operations": {"bfloat16": 1.0}}}
     (tmp_path / "machine.json").write_text(json.dumps(machine))
-    schedule.open_results(tmp_path, {}, "cpu", ["float32"], lambda line: None)
+    schedule.open_results(tmp_path, {}, ["float32"], "cpu", lambda line: None)
     assert asked == [["bfloat16", "float32"]]
 
 
