@@ -23,11 +23,11 @@ from modeling_egmla.conversion.converter import convert
 from modeling_egmla.conversion.stages import LatentStart
 from modeling_egmla.training import RecipeError
 from modeling_egmla.training import distill as room
+from modeling_egmla.training.arguments import build_arguments
 from modeling_egmla.training.data import load_documents, pack_documents, split_documents
 from modeling_egmla.training.distill import DistillationRecipe, DistillationTrainer, DistillRecipe, distill
 from modeling_egmla.training.log import read_log
 from modeling_egmla.training.recipe import DataRecipe, load_recipe
-from modeling_egmla.training.run import build_arguments
 
 
 @pytest.fixture(scope="module")

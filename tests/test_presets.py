@@ -94,7 +94,7 @@ def test_recipes_are_the_papers(name):
     """A preset's recipe is one that can be run, with the paper's batch, tokens and rate; the rest is marked."""
     pytest.importorskip("datasets")
     from modeling_egmla.training import load_recipe
-    from modeling_egmla.training.run import build_arguments
+    from modeling_egmla.training.arguments import build_arguments
 
     path = FOLDER / "recipes" / f"{name}.yaml"
     recipe = load_recipe(path)

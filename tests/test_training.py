@@ -28,6 +28,7 @@ import modeling_egmla  # noqa: F401  registers the Auto classes
 from modeling_egmla.conversion.vocabulary import leading_ids
 from modeling_egmla.files import write_whole
 from modeling_egmla.training import EGMLATrainer, RecipeError, load_recipe, run, train
+from modeling_egmla.training.arguments import build_arguments
 from modeling_egmla.training.data import (
     bits_per_byte,
     is_validation,
@@ -39,7 +40,7 @@ from modeling_egmla.training.data import (
 )
 from modeling_egmla.training.plot import loss_differences, plot_runs
 from modeling_egmla.training.recipe import REFUSED_ARGUMENTS, DataRecipe, GateTablesRecipe, ModelRecipe
-from modeling_egmla.training.run import build_arguments, build_model, last_checkpoint
+from modeling_egmla.training.run import build_model, last_checkpoint
 from modeling_egmla.training.trainer import JSONLinesLog
 
 

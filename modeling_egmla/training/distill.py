@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from ..files import write_whole
 from ..loss_egmla import chunks
 from ..modeling_egmla import EGMLAForCausalLM
+from .arguments import build_arguments
 from .recipe import (
     DataRecipe,
     GateTablesRecipe,
@@ -28,7 +29,6 @@ from .recipe import (
     positive,
 )
 from .run import (
-    build_arguments,
     check_same_start,
     finish,
     hash_model,
